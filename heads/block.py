@@ -112,7 +112,7 @@ class Block(Drafter):
         self.hidden_norm, self.norm = Norm(D, eps=eps), Norm(D, eps=eps)
         self.layers: Any = nn.ModuleList(NormedLayer(self.layer_config) for _ in range(config.layers))
         self.rotary = Rotary(self.layer_config)
-        self.cached = [CachedLayer(layer, self.rotary, config.sliding_window) for layer in self.layers]
+        self.cached = [CachedLayer(layer, self.rotary, config.sliding_window) for layer in list[Any](self.layers)]
         if config.correction == "markov":
             self.markov_head = MarkovHead(backbone.vocab, config.correction_rank)
         elif config.correction == "recurrent":

@@ -109,7 +109,7 @@ def _running(args: argparse.Namespace, name: str, heads: str | None) -> Subject:
     from headstart.heads.backbone.backbone import load_backbone
     from headstart.support.errors import UserError
 
-    backbone = load_backbone(name, dtype="fp32", device="cpu", trees=False)
+    backbone = load_backbone(name, dtype="fp32", device="cpu")
     if backbone.refusal is not None:
         raise UserError(f"{backbone.refusal}: give a feature cache with --features, and drafts are compared on its states")
     return backbone, (), _prompts(args, backbone, heads)
