@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 358, "lines": 43_234, "lines of code": 30_443}
+LIMITS = {"files": 358, "lines": 43_246, "lines of code": 30_450}
 IMPORTED = 142
 FRAMES = {"generate": 15, "SpeculativeModel.generate": 10, "train": 15}
 TEST_ENTRIES = 15
