@@ -65,6 +65,8 @@ class SpeculativeModel:
         proposers: Sequence[Proposer | Drafter] = (),
         capture: BackendName = "auto",
     ) -> None:
+        if backbone.whole and backbone.refusal is not None:
+            raise UserError(backbone.refusal)
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
         self.tuned: Tuned | None = None
         """Results of `headstart tune` on this machine, if any."""

@@ -24,9 +24,10 @@ from headstart.support.errors import UserError
 from headstart.support.files import write_json, write_text
 from headstart.training.plan.plan import find_machine
 from headstart.training.recipe.yaml_text import dump_yaml, merged, parse_yaml
+from headstart.training.rules.datasets import PRESETS
 from headstart.training.rules.methods import EVERY_METHOD, METHODS
 from headstart.training.rules.model import ModelFacts, read_facts
-from headstart.training.rules.propose import PRESETS, Figures, Proposal, fit, fits_one, ordered, propose
+from headstart.training.rules.propose import Figures, Proposal, fit, fits_one, ordered, propose
 from headstart.training.rules.text import recipe_text
 
 HERE = Path(__file__).parent

@@ -262,8 +262,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         f"backbone  {recipe.backbone.path}: {type(backbone.model).__name__}, {backbone.num_layers} layers of {backbone.dim}, "
         f"vocabulary {backbone.vocab:,}, {dtype_name(backbone.dtype)}, {_trained_part(backbone)}"
         f"{', its layers sharded over the processes' if is_sharded(backbone) else ''}",
-        *([] if backbone.refusal is None else [f"only      {backbone.refusal}"]),
-        *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
+        *([f"only      {backbone.refusal}"] if backbone.refusal else []), *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
         *(f"start     {start}" for start in started),
         f"data      {splits}{packed}; {len(run.prompts)} held-out prompts",
         *([] if splits.check is None else [f"answers   {splits.check}"]),

@@ -253,12 +253,11 @@ def load_backbone(
     attention: Attention = "auto",
     device: str | torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
-    trees: bool = True,
 ) -> Backbone:
     """Load a frozen backbone from a folder or hub id with safetensors, a GGUF file (see `find_gguf`) or ``embedded``.
 
     ``trust_remote_code`` allows code from the model's repository. ``dtype``: see `loaded_dtype`. ``attention``: see `Attention`. ``place``
-    moves the model from the CPU to the device; by default it is moved whole. ``trees``: see `Backbone`. Raises UserError.
+    moves the model from the CPU to the device; by default it is moved whole. Raises UserError; for trees see `refusal`.
     """
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
     config, gguf = load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)
@@ -279,7 +278,7 @@ def load_backbone(
         raise load_error("backbone", path, error) from error
     if gguf is not None:
         gguf.describe_in(model, path)
-    backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False), trees=trees)
+    backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False), trees=False)
     backbone.gguf = gguf
     return backbone
 

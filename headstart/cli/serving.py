@@ -176,7 +176,6 @@ def verify(args: argparse.Namespace) -> int:
     import torch
 
     from headstart.cli.loading import backbone_name, quiet
-    from headstart.heads.backbone.backbone import load_backbone
     from headstart.inference.serving.verify.verify import Check, recorded
     from headstart.inference.serving.verify.verify import verify as examine
     from headstart.support.errors import UserError
@@ -192,14 +191,7 @@ def verify(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     name = backbone_name(name, [heads] if heads else [])
-    texts: tuple[Features, ...] = ()
-    if args.features is None:
-        backbone = load_backbone(name, dtype="fp32", device="cpu", trees=False)
-        if backbone.refusal is not None:
-            raise UserError(f"{backbone.refusal}: give a feature cache with --features, and drafts are compared on its states")
-        prompts = _prompts(args, backbone, heads)
-    else:
-        backbone, texts, prompts = _stored(args, name)
+    backbone, texts, prompts = _running(args, name, heads) if args.features is None else _stored(args, name)
     verdict = examine(
         Check(
             folder=folder,
@@ -220,7 +212,22 @@ def verify(args: argparse.Namespace) -> int:
     return 0 if verdict.equal else 1
 
 
-def _stored(args: argparse.Namespace, name: str) -> tuple[Backbone, tuple[Features, ...], list[list[int]]]:
+Subject = tuple["Backbone", tuple["Features", ...], list[list[int]]]
+"""The backbone, stored texts with their features, if any, and the prompts."""
+
+
+def _running(args: argparse.Namespace, name: str, heads: str | None) -> Subject:
+    """Return the backbone to run. Raises UserError if it cannot verify trees."""
+    from headstart.heads.backbone.backbone import load_backbone
+    from headstart.support.errors import UserError
+
+    backbone = load_backbone(name, dtype="fp32", device="cpu")
+    if backbone.refusal is not None:
+        raise UserError(f"{backbone.refusal}: give a feature cache with --features, and drafts are compared on its states")
+    return backbone, (), _prompts(args, backbone, heads)
+
+
+def _stored(args: argparse.Namespace, name: str) -> Subject:
     """Return the backbone without its layers, the stored texts, and of each the first half at most as a prompt."""
     from headstart.heads.backbone.head_only import load_head_only
     from headstart.support.errors import UserError

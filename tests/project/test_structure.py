@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 290, "lines": 42_184, "lines of code": 29_691}
-IMPORTED = 103
+LIMITS = {"files": 298, "lines": 42_643, "lines of code": 30_004}
+IMPORTED = 104
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 TEST_ENTRIES = 15
 

@@ -21,9 +21,10 @@ from headstart.support.errors import UserError
 from headstart.training.loop import train
 from headstart.training.plan.plan import Machine, find_machine
 from headstart.training.recipe.recipe import load_recipe, to_dict
+from headstart.training.rules.datasets import PRESETS, find_preset
 from headstart.training.rules.methods import METHODS
 from headstart.training.rules.model import ModelFacts, read_facts
-from headstart.training.rules.propose import PRESETS, find_preset, fit, propose
+from headstart.training.rules.propose import fit, propose
 from headstart.training.rules.text import recipe_text
 from headstart.training.setup import prepare
 

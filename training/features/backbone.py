@@ -20,12 +20,11 @@ def open_backbone(
     section: sections.Backbone,
     device: torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
-    trees: bool = True,
 ) -> Backbone:
     """Load the backbone, frozen, with ``backbone.adapter`` if set; see `load_backbone`. Raises UserError."""
     backbone = load_backbone(
         section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, attention=section.attention, device=device,
-        place=place, trees=trees,
+        place=place,
     )  # fmt: skip
     if section.adapter is not None:
         backbone.attach(section.adapter)
@@ -49,7 +48,7 @@ def open_for_training(
     """Load what a recipe's run needs of the backbone; see `open_backbone`. Raises UserError."""
     section = recipe.backbone
     if not opens_head_only(recipe):
-        return open_backbone(section, device, place, trees=False)
+        return open_backbone(section, device, place)
     return load_head_only(section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, device=device)
 
 

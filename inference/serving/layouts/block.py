@@ -109,8 +109,10 @@ class Block(RenamedLayout):
 
     def shaped(self, reading: Reading, on: Sizes) -> Reading:
         config, mask, layer = reading.config, reading.options["mask"], read_shape(reading.config)
-        if config.get("model_type") == FOREIGN and "sliding_attention" in (config.get("layer_types") or []):
-            raise UserError("a window to both sides, as transformers' class has, is not read by the reference engine: use --engine vllm")
+        kinds = set(config.get("layer_types") or [])
+        if "sliding_attention" in kinds and (len(kinds) > 1 or config.get("model_type") == FOREIGN):
+            which = "in some layers" if len(kinds) > 1 else "to both sides, as transformers' class has it,"
+            raise UserError(f"a block head with a window {which} is not read by the reference engine: verify with --engine vllm")
         if not isinstance(mask, int) or not 0 <= mask < on.vocab:
             raise UserError(f"config.json states mask_token_id {mask!r}; it is a token of the backbone's vocabulary, below {on.vocab}")
         (V, DV), D = on.vocabularies(config), layer.hidden
@@ -121,8 +123,9 @@ class Block(RenamedLayout):
             own = layer_shapes(layer, D, head_norms=True) | {"input_layernorm.weight": (D,)}
             shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
         optional = {"embed_tokens.weight", "t2d"} | ({"lm_head.weight"} if DV == V else set())
-        sliding = "sliding_attention" in (config.get("layer_types") or [])
-        windows = tuple(None if not sliding or window is None or 0 < on.positions <= window else window for window in layer.windows)
+        windows = tuple(
+            None if "sliding_attention" not in kinds or window is None or 0 < on.positions <= window else window for window in layer.windows
+        )
         return replace(reading, layer=replace(layer, windows=windows), shapes=shapes, optional=frozenset(optional))
 
     def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:

@@ -88,7 +88,7 @@ class Checkpoint:
 
     def load_backbone(self) -> Backbone:
         """Load the backbone in fp32 on the CPU, without its adapter. Raises UserError, also for a backbone of another shape."""
-        backbone = load_backbone(self.backbone, dtype="fp32", device="cpu", trees=False)
+        backbone = load_backbone(self.backbone, dtype="fp32", device="cpu")
         check_contract(self.path, self.card, backbone, allow_finetuned=True)
         return backbone
 
@@ -177,7 +177,7 @@ def _files(path: str, folder: Path, card: dict[str, Any]) -> tuple[dict[str, Any
 
 def _merged(path: str, folder: Path, card: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read weights with the drafter's own adapter (drafter.lora) added to them, which takes the backbone."""
-    drafter = read_drafter(path, folder, card, load_backbone(name, dtype="fp32", device="cpu", trees=False))
+    drafter = read_drafter(path, folder, card, load_backbone(name, dtype="fp32", device="cpu"))
     stored = read_json(folder / "config.json", AGAIN).get("dtype")
     dtype = getattr(torch, str(stored), None) if stored in NAMES.values() else None
     with torch.no_grad():
