@@ -29,7 +29,7 @@ from typing import Any
 from peers_engines import DRIVERS, LLAMA, VLLM, Engine, job
 
 from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
-from headstart.cli.failures import guarded
+from headstart.cli.failures import Guard
 from headstart.cli.loading import backbone_name
 from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import find_gguf
@@ -219,4 +219,6 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: main(parsed())))
+    with Guard() as guard:
+        guard.status = main(parsed())
+    sys.exit(guard.status)

@@ -168,7 +168,7 @@ def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() ->
     source.join([0], [[]], features)
     source.prepare(6, 3, None)
     draft = Draft([Pool(7)], [9], shape=TreeShape(99, 3))
-    source.grow(draft, source.fixed_depths(TreeShape(99, 3), 9))
+    source.draft(draft, source.fixed_depths(TreeShape(99, 3), 9))
     assert drafter.steps == [[7]]
     pool = draft.pools[0]
     for depth in range(4):
@@ -194,7 +194,7 @@ def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
     def drafted(source: DrafterSource, rows: int) -> list[list[int]]:
         source.prepare(30, 3, None)
         draft = Draft([Pool(5) for _ in range(rows)], [9] * rows, shape=TreeShape(40, 3))
-        source.grow(draft, source.depth)
+        source.draft(draft, source.depth)
         return [pool.tokens for pool in draft.pools]
 
     both = source_of(drafter)
@@ -251,7 +251,7 @@ def test_drafts_are_timed_by_how_they_were_made() -> None:
     for depths in (1, 4):
         assert source.timed_as(1, depths) == ("0", "compiled", False)
         source.prepare(30, 2, None)
-        source.grow(Draft([Pool(3)], [9], shape=TreeShape(9, 2)), depths)
+        source.draft(Draft([Pool(3)], [9], shape=TreeShape(9, 2)), depths)
         assert (source.timed_as(1, depths) == ("0", "compiled", False)) == (depths == 1)
 
 

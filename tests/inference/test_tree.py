@@ -58,7 +58,7 @@ def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftSc
     draft = Draft([Pool(root) for root in roots], [room] * len(roots), shape=shape, scoring=lambda _: scoring or DraftScoring())
     source.state = [[] for _ in roots]
     if depths := source.fixed_depths(shape, room):
-        source.grow(draft, depths)
+        source.draft(draft, depths)
     return Speculation([source]).choose(draft)
 
 

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.support.errors import UserError
-from headstart.training.plan.plan import Machine
+from headstart.training.data.rows import names_file, read_rows
 from headstart.training.recipe.sections import Data
-from headstart.training.rules.methods import Method, own_values, values_on_cpu
-from headstart.training.rules.model import ModelFacts
-from headstart.training.rules.propose import SERVER, _length_of_run, _micro_batch, _own_data, _takes_layers, _too_large, fits_one
 
 HELD: int = Data.model_fields["eval_rows"].default
 """Rows that are held out where there are plenty."""
@@ -35,8 +32,6 @@ class Preset:
 
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
-
-
 PERFECT_BLEND = "mlabonne/open-perfectblend"
 
 
@@ -75,24 +70,9 @@ def find_preset(name: str) -> Preset:
     return PRESETS.get(name) or _own_data(name)
 
 
-Tree = dict[str, Any]
-
-
-def _own(facts: ModelFacts, method_name: str, method: Method, preset: Preset, machine: Machine) -> Tree:
-    values = own_values(method, facts)
-    values["backbone"] = {"path": facts.path}
-    if machine.accelerator:
-        values["backbone"]["dtype"] = values["train"]["precision"] = "bf16"
-    else:
-        values["drafter"] |= values_on_cpu(method, facts)
-    if preset.tokens is not None and facts.packable:
-        values["data"]["packing"] = True
-    if facts.refusal is not None or (_too_large(facts, machine) and not _takes_layers(method)):
-        values["features"] = {"endpoint": SERVER}
-    elif machine.processes > 1 and not method.trains_backbone and not fits_one(facts, machine.memory):
-        values["backbone"]["shard"] = True
-    values["train"] |= _length_of_run(preset, values["train"]["batch_size"])
-    values["train"]["micro_batch"] = _micro_batch(method, values["train"]["batch_size"], values["data"]["max_length"], machine.processes)
-    values["regenerate"] = {"temperature": 0.7, "max_new_tokens": values["data"]["max_length"] // 2}
-    values["save"] = {"dir": f"out/{facts.name}/{method_name}"}
-    return values
+def _own_data(name: str) -> Preset:
+    """Return a preset for the user's data; of a file with few rows every tenth is held out."""
+    count = len(read_rows(name, limit=10 * HELD)) if names_file(name) else 10 * HELD
+    held = min(HELD, max(1, count // 10))
+    fewer = {"eval_rows": held} if held < HELD else {}
+    return Preset({"train": name} | fewer, None, f"{name}, of which {held} row{'s are' if held > 1 else ' is'} held out to evaluate on")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headstart.heads.methods import find_drafter
 from headstart.support.config import parse
 from headstart.support.errors import UserError
 from headstart.support.text import gigabytes
-from headstart.training.data.rows import names_file, read_rows
 from headstart.training.plan.compute import estimated_hours, step_operations
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch, StepMemory
@@ -17,17 +17,11 @@ from headstart.training.plan.plan import Machine, disk
 from headstart.training.recipe.drafter import VOCABULARY_KEY
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.yaml_text import merged
-from headstart.training.rules.datasets import HELD, PRESETS, Preset, Tree, _own, find_preset
-from headstart.training.rules.methods import BATCH_TOKENS, EVERY_METHOD, METHODS, PASSES, Method, find_method, values_on_cpu
+from headstart.training.rules.datasets import PRESETS, Preset, find_preset
+from headstart.training.rules.methods import BATCH_TOKENS, EVERY_METHOD, METHODS, PASSES, Method, find_method, own_values, values_on_cpu
 from headstart.training.rules.model import ModelFacts
 
-
-def _own_data(name: str) -> Preset:
-    """Return a preset for the user's data; of a file with few rows every tenth is held out."""
-    count = len(read_rows(name, limit=10 * HELD)) if names_file(name) else 10 * HELD
-    held = min(HELD, max(1, count // 10))
-    fewer = {"eval_rows": held} if held < HELD else {}
-    return Preset({"train": name} | fewer, None, f"{name}, of which {held} row{'s are' if held > 1 else ' is'} held out to evaluate on")
+Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -227,3 +221,23 @@ def ordered(tree: Tree) -> Tree:
 def _rank(name: str) -> int:
     first = ("path", "kind", "train", "dir", "steps", "epochs", "batch_size", "micro_batch", "lr")
     return first.index(name) if name in first else len(first)
+
+
+def _own(facts: ModelFacts, method_name: str, method: Method, preset: Preset, machine: Machine) -> Tree:
+    values = own_values(method, facts)
+    values["backbone"] = {"path": facts.path}
+    if machine.accelerator:
+        values["backbone"]["dtype"] = values["train"]["precision"] = "bf16"
+    else:
+        values["drafter"] |= values_on_cpu(method, facts)
+    if preset.tokens is not None and facts.packable:
+        values["data"]["packing"] = True
+    if facts.refusal is not None or (_too_large(facts, machine) and not _takes_layers(method)):
+        values["features"] = {"endpoint": SERVER}
+    elif machine.processes > 1 and not method.trains_backbone and not fits_one(facts, machine.memory):
+        values["backbone"]["shard"] = True
+    values["train"] |= _length_of_run(preset, values["train"]["batch_size"])
+    values["train"]["micro_batch"] = _micro_batch(method, values["train"]["batch_size"], values["data"]["max_length"], machine.processes)
+    values["regenerate"] = {"temperature": 0.7, "max_new_tokens": values["data"]["max_length"] // 2}
+    values["save"] = {"dir": f"out/{facts.name}/{method_name}"}
+    return values

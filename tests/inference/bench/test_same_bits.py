@@ -142,7 +142,7 @@ def test_logits_that_differ_are_counted() -> None:
     ],
 )
 def test_the_dtype_on_a_cpu(saved: torch.dtype, instructions: bool, dtype: str, loaded: torch.dtype, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("headstart.heads.backbone.model_config.bf16_instructions", lambda: instructions)
+    monkeypatch.setattr("headstart.heads.backbone.quantization.bf16_instructions", lambda: instructions)
     tiny("llama").to(saved).save_pretrained(tmp_path)
     assert load_backbone(str(tmp_path), dtype=dtype, device="cpu").dtype == loaded  # type: ignore[arg-type]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from headstart.heads.backbone.probes import decoder_layers
 from headstart.inference.serving.layouts.reader.layer import LayerShape
+from headstart.support.errors import UserError
 
 NextToken = Callable[[int], Tensor]
 """The logits ``[V]`` of the token that follows the one given; called with the root, then with each token drafted."""
@@ -52,7 +52,10 @@ class Target:
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
         self._cap: float | None = stated.get("final_logit_softcapping")
         self._scale: float = float(stated.get("logit_scale") or 1.0) / float(stated.get("logits_scaling") or 1.0)
-        self._layers = decoder_layers(model, self.num_layers)
+        lists = [one for one in model.get_decoder().modules() if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
+        if not lists:
+            raise UserError(f"{type(model).__name__} has no list of its {self.num_layers} decoder layers, which the reference engine reads")
+        self._layers = lists[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map final hidden states to logits over the vocabulary, as the model does: by its output layer, which may have a bias."""
