@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -23,13 +24,16 @@ from headstart.inference.compiled.program import Program
 from headstart.inference.compiled.store import compile_missing, lacks, read_program
 from headstart.support.files import locked
 
-NICENESS = 10
+NICENESS = 5
+"""At 10 nothing was compiled while texts followed without a pause; at 0 a text took five times as long (docs/log/2026-11.md)."""
 LONGEST = 600
 """Seconds after which a copy is ended: it hangs if it needs a lock that another thread of this process held."""
 
 
 class Copy:
     """A copy of this process (fork) that does some work with what is in memory here, and ends."""
+
+    last: ClassVar[Copy | None] = None
 
     def __init__(self, process: int) -> None:
         self._process: int | None = process
@@ -45,7 +49,8 @@ class Copy:
         except OSError:
             return None
         if process:
-            return Copy(process)
+            Copy.last = Copy(process)
+            return Copy.last
         try:
             os.setpgid(0, 0)
             _be_nice()
@@ -59,6 +64,11 @@ class Copy:
             work()
         finally:
             os._exit(0)
+
+    @classmethod
+    def any_works(cls) -> bool:
+        """True while one works: they take turns, so that what was asked for first is there first."""
+        return cls.last is not None and cls.last.works
 
     @property
     def works(self) -> bool:
@@ -95,8 +105,9 @@ def _be_nice() -> None:
 
 
 def _lacking(first: Path) -> Program | None:
-    """A program of which something is to be compiled; others may be added at any time."""
-    programs = (read_program(file) for file in (first, *sorted(kernels.folder().glob("pass-*.json"))))
+    """A program of which something is to be compiled, the oldest after the first; others may be added at any time."""
+    others = sorted(kernels.folder().glob("pass-*.json"), key=lambda file: file.stat().st_mtime)
+    programs = (read_program(file) for file in (first, *others))
     return next((one for one in programs if one is not None and lacks(one)), None)
 
 

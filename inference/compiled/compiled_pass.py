@@ -73,7 +73,7 @@ class CompiledPass:
         """Whether the text that is being written is compiled; None: not decided, or it does not matter."""
         self._text = 0
         self._traced = False
-        """True once a function has been traced during this text: that takes seconds."""
+        """True once this process has traced a function during this text: that takes seconds."""
         self._variants: dict[Hashable, _Variant] = {}
         self._by_shapes: dict[Hashable, _Variant | None] = {}
 
@@ -99,9 +99,9 @@ class CompiledPass:
                 self._choose(variant, call)
             variant.calls += 1
             patience = BESIDE if self.active else PATIENCE
-            if not variant.active and variant.calls > patience and not self._traced and not variant.requested:
-                self._traced = True
+            if not variant.active and variant.calls > patience and not variant.requested and not (self._traced or beside.Copy.any_works()):
                 variant.request(call)
+                self._traced = variant.tracing is None
             return variant.run(call) if variant.active else None
         except Damaged as error:
             logger.warning(str(error))

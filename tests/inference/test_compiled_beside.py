@@ -44,6 +44,14 @@ def test_it_ends_with_an_error_and_after_a_time(monkeypatch: pytest.MonkeyPatch,
     assert capfd.readouterr() == ("", ""), "it prints nothing"
 
 
+def test_they_take_turns() -> None:
+    copy = beside.Copy.doing(lambda: time.sleep(0.5))
+    assert copy is not None and beside.Copy.any_works()
+    while copy.works:
+        time.sleep(0.02)
+    assert not beside.Copy.any_works()
+
+
 def test_somebody_else_may_wait_for_it() -> None:
     copy = beside.Copy.doing(lambda: None)
     assert copy is not None
