@@ -1,14 +1,12 @@
 """EAGLE (2401.15077; EAGLE-2, 2406.16858, is this head with dynamic trees): one decoder layer predicts the next hidden state.
 
-The pairs below, with the backbone's final hidden state as the state. The layer's output is the next hidden state, and is
-read out by the backbone's output layer. One pass of training is the paper's; more train on the head's own states (HASS, 2408.15766). Names
-are as vLLM and SGLang expect: the layer has no input norm, and no final norm follows it.
+Heads that draft autoregressively in hidden states, EAGLE-3 (2503.01840) too, share `AutoregressiveDrafter`: position t takes the pair
+(embedding of ``x_{t+1}``, the backbone's state of t). The layers' output drafts ``x_{t+2}`` and takes the place of the backbone's state in
+the pair of the next depth. Training runs the ``depth`` passes at all positions at once (training-time test, 2503.01840; HASS, 2408.15766):
+pass k attends to the keys of pass 0 up to t and to those of passes 1 to k at t.
 
-Heads that draft autoregressively in hidden states, as EAGLE (2401.15077) and EAGLE-3 (2503.01840).
-
-Position t takes the pair (embedding of ``x_{t+1}``, the backbone's state of t). The layers' output drafts ``x_{t+2}`` and takes the place
-of the backbone's state in the pair of the next depth. Training runs the ``depth`` passes at all positions at once (training-time test,
-2503.01840; HASS, 2408.15766): pass k attends to the keys of pass 0 up to t and to those of passes 1 to k at t.
+EAGLE's state is the backbone's final hidden state, and its output is read out by the backbone's output layer. One pass of training is the
+paper's; more train on the head's own states. Names are as vLLM and SGLang expect: the layer has no input norm, and there is no final norm.
 
 Shape suffixes: B batch, T positions, D width, N tree nodes.
 """

@@ -1,8 +1,7 @@
 """What a model keeps from call to call: what was captured, and what was learned of drafts and of times.
 
-While captures are in use, one text in some hundred is judged by the uncaptured model, so that a fault of theirs does not go on.
-
-A token that is off by more than rounding turns captures off, with one line that names the text; what was written cannot be taken back.
+While captures are in use, one text in some hundred is judged by the uncaptured model (`SpotCheck`), so that a fault of theirs does not go
+on. A token that is off by more than rounding turns captures off, with one line that names the text; what was written cannot be taken back.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 All processes call these functions together. The main process decodes, or with a sharded backbone all of them, in step with each other.
 
-Held-out prompts are decoded, for the mean acceptance length (tau) and acceptance rates.
+Held-out prompts are decoded, for the mean acceptance length (tau) and acceptance rates; of stored features chains are teacher-forced.
 
 Shape suffix: T positions.
 """

@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
+from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf
-from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, repeated_tokens, tapped
+from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
 from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
 from headstart.heads.backbone.probes import decoder_layers, decoder_of, find_kinds, find_postprocessing, refusal_of, require_masks, width_of

@@ -1,6 +1,6 @@
 """Features: the backbone's hidden states over consecutive tokens, the input of drafters.
 
-Anchors: the positions that a drafter drafts from in training, if not from all.
+In training a drafter may draft from some of the positions alone, its `Anchors`.
 
 Shape suffixes: B batch, T positions, D width, R anchors of a row, K depth, M anchors.
 """

@@ -1,12 +1,6 @@
 """Temporary changes to a model, undone after a pass or a call: evaluation mode, outputs collected or nudged, layers recomputed.
 
-Gradient checkpointing: keep a function's inputs alone, and compute its activations again in the backward.
-
-Layers of experts on a CPU: products whose bits do not depend on how many of a pass's tokens an expert gets.
-
-An expert may get one token of a tree, and the same token with others in another pass. A single row is added up in another order than
-several (`headstart.inference.capture.onednn`), and fp32 products of MKL differ for one to three rows. So every token is given several
-times, and the first result of each is kept: an expert's weights are read once for all of them.
+Recomputed layers (gradient checkpointing) keep their inputs alone, and compute their activations again in the backward.
 """
 
 from __future__ import annotations
@@ -21,38 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-TIMES, TIMES_FP32 = 2, 4
-"""How often a token is given to its experts."""
-_active: ContextVar[bool] = ContextVar("repeated tokens", default=False)
-
-
-@contextmanager
-def repeated_tokens() -> Iterator[None]:
-    """Within this context, of this thread alone, experts get every token several times."""
-    for name in ("eager", *ALL_EXPERTS_FUNCTIONS):
-        own = ALL_EXPERTS_FUNCTIONS.get(name)
-        if getattr(own, "func", None) is not _repeated:
-            ALL_EXPERTS_FUNCTIONS.register(name, partial(_repeated, own))
-    token = _active.set(True)
-    try:
-        yield
-    finally:
-        _active.reset(token)
-
-
-def _repeated(own: Callable[..., Tensor] | None, experts: Any, hidden: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """The experts' function, outside the context unchanged. ``own`` None: their class's forward, which transformers wraps."""
-    run = type(experts).forward.__wrapped__ if own is None else own
-    if not _active.get() or hidden.device.type != "cpu":
-        result: Tensor = run(experts, hidden, *rest, **named)
-        return result
-    times = TIMES_FP32 if hidden.dtype == torch.float32 else TIMES
-    repeat = partial(torch.repeat_interleave, repeats=times, dim=0)
-    found: Tensor = run(experts, repeat(hidden), *map(repeat, rest), **{name: repeat(one) for name, one in named.items()})
-    return found[::times]
-
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _within: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("what is computed again", default=nullcontext)

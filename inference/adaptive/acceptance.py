@@ -5,8 +5,6 @@ Three estimates, from slow to fast. A `Calibration` maps scores to probabilities
 from all of a text's drafts, is right after a few steps (a logistic model with a random effect of the text). `Acceptance.levels` are the
 acceptance rates by depth and rank of recent drafts, from which the next draft's are expected before it is made.
 
-Maps a source's scores to acceptance probabilities, estimated from verified drafts.
-
 A score is the log of a source's own estimate. Sources are over- or under-confident to different degrees at each depth, so each source has
 a table for each depth: how often nodes with that score were picked. A table starts as the identity, is updated with every verified tree,
 forgets slowly, and is interpolated, so that nodes with similar scores keep their order.

@@ -1,16 +1,13 @@
 """Beam search for one row, on the host, by the rules and in the arithmetic of transformers.
 
-A step needs the most likely next tokens of each beam and their log-probabilities. Where scores are equal, which of them is taken depends on
-torch's ``topk`` and on the sizes it is given, so these are those of transformers too; equal are many scores where few tokens are allowed,
-since what is excluded is some number minus 1e9 in float32.
+A step needs the most likely next tokens of each beam and their log-probabilities. Where scores are equal, which of them is taken depends
+on torch's ``topk`` and on the sizes it is given, so these are those of transformers too; equal are many scores where few tokens are
+allowed, since what is excluded is some number minus 1e9 in float32.
 
-Steps of beam searches: candidates, what the user's stopping criteria say of them, and the scores that a call asks for.
-
-Chooses how many drafts of each depth a beam search pass verifies, from statistics gathered while decoding.
-
-A pass makes one more step at each depth whose verified drafts include all beams of the next step. The drafts of a depth are ranked by the
-score of the whole sequence, and a step needs all drafts up to the lowest-ranked of its new beams. With P_d(w) the probability that the
-first w drafts of depth d suffice, verifying w_d drafts at each depth adds ``P_0(w_0) (1 + P_1(w_1) (1 + ...))`` expected steps.
+`Breadth` chooses how many drafts of each depth a pass verifies, from statistics gathered while decoding. A pass makes one more step at
+each depth whose verified drafts include all beams of the next step. The drafts of a depth are ranked by the score of the whole sequence,
+and a step needs all drafts up to the lowest-ranked of its new beams. With P_d(w) the probability that the first w drafts of depth d
+suffice, verifying w_d drafts at each depth adds ``P_0(w_0) (1 + P_1(w_1) (1 + ...))`` expected steps.
 
 Shape suffixes: K beams, C candidates, M most likely next tokens, V vocabulary, B rows.
 """

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.kv.ragged_cache import RaggedCache, ancestors_from_parents
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.heads.kv.rows import octave_up, whole_steps
+from headstart.heads.kv.tree_mask import ancestors_from_parents
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import graph_size, padded_size
 

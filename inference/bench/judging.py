@@ -4,8 +4,7 @@ Systems mostly write the same text, which is read once. An entry of the report g
 "identical" to the text that it is compared with, "near-tie" if tokens differ from it and each is the model's pick up to rounding, or
 "fault" if a token or a logit is off by more. The tolerance is known when everything has been read, so verdicts are filled in at the end.
 
-Whether decoding with drafts computes the logits of autoregressive decoding: bit for bit, or by how much they differ.
-
+`compare_logits` says whether decoding with drafts computes the logits of autoregressive decoding: bit for bit, or by how much they differ.
 A pass over a tree may round differently from one over a single position. Then two nearly equal logits can change places, and another token
 is written. Both systems continue some prompts once more, keeping their logits: first those whose tokens differ. Logits are compared up to
 the first token that differs, since the texts are the same before it; and those of each system with the uncaptured model's.

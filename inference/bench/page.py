@@ -1,6 +1,6 @@
 """A benchmark report as one self-contained HTML page: speed, acceptance by depth and by task, and recorded decoding.
 
-What a report shows of the texts: sample outputs, and for its page some prompts recorded pass by pass.
+Of the texts it shows sample outputs, and some prompts recorded pass by pass.
 
 Shape suffix: T positions.
 """

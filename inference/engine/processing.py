@@ -1,16 +1,15 @@
 """Applies logits processors at every node of a tree, each node with the history of its own path.
 
-Processors are functions of (ids so far, scores). The common ones ignore the ids and take all nodes at once; the others are called once per
-history length. Ids are those that transformers gives, padding included. A processor that may keep a state cannot be asked about nodes
+Processors are functions of (ids so far, scores). The common ones ignore the ids and take all nodes at once; the others are called once
+per history length. Ids are those that transformers gives, padding included. A processor that may keep a state cannot be asked about nodes
 that are rejected later: with one of these, all are called as transformers calls them, and nothing is drafted.
 
-Logits processors whose state can be undone, such as matchers of grammars: the state forks along a tree.
+Where its state can be undone, as that of matchers of grammars, it forks along the tree (`Forked`). Contract: a processor with a method
+``rollback(n)``, which undoes its last n calls. Each call has one token more than the one before, and the state follows from the ids
+alone. For batches it also has ``of_row(row)``, which returns the processor of one row, with a state of its own. With ``forced(ids)``, it
+names the tokens that must follow these ids ``[1, T]``, which are drafted; its state is then as before.
 
-Contract: a processor with a method ``rollback(n)``, which undoes its last n calls. Each call has one token more than the one before, and
-the state follows from the ids alone. For batches it also has ``of_row(row)``, which returns the processor of one row, with a state of its
-own. With ``forced(ids)``, it names the tokens that must follow these ids ``[1, T]``, which are drafted; its state is then as before.
-
-transformers' filters for draft logits, in a form that can be captured.
+`Filters` are transformers' top-k, top-p and min-p for draft logits, in a form that can be captured.
 
 Shape suffixes: B batch, N tree nodes, R histories, V vocabulary, T positions, K the largest logits.
 """

@@ -1,10 +1,8 @@
 """The arguments of one call of transformers' ``generate`` as the decoding loop needs them; unsupported ones are rejected here.
 
+So is, before anything is computed, what the device's memory or the backbone's context cannot hold.
+
 Shape suffixes: B batch, T positions.
-
-Whether a device's memory and the backbone's context can hold what a call needs at the least; refused before anything is computed.
-
-The beam search settings of one call.
 """
 
 from __future__ import annotations

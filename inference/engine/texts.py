@@ -1,19 +1,14 @@
-"""The tokens written for the sequences of a call, and where they end, on the host.
+"""The texts of one call, on the host: their prompts, the tokens written for each, and where they end.
 
 transformers writes a token to every row at each step, asks the stopping criteria about all rows, and hands the tokens to the streamer. Here
 rows have different numbers of tokens after a pass; a step is taken once every row has its token. Where each row is judged by itself,
 nothing waits for the others, and sequences may be added.
 
-Shape suffixes: B batch, T positions, P tokens of a run, V vocabulary.
+A conversation may continue: a `DynamicCache` that the caller gives to call after call holds the text read so far, and what heads need of
+that text is kept beside it (`Continued`). Of the next prompt, the tokens that follow the longest common prefix are read; a template may
+have dropped something in between. A cache that something else has filled or changed is not relied on: the prompt is read anew.
 
-The prompts of one call: their prefill, and how many tokens may still follow each.
-
-Conversations that continue: a `DynamicCache` that the caller gives to call after call holds the text read so far.
-
-What heads need of that text is kept beside it. Of the next prompt, the tokens that follow the longest common prefix are read; a template
-may have dropped something in between. A cache that something else has filled or changed is not relied on: the prompt is read anew.
-
-Shape suffixes: B batch, T positions, D width, V vocabulary.
+Shape suffixes: B batch, T positions, P tokens of a run, D width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Proposers draft on the host without training, from a sequence's tokens and the backbone's earlier next-token distributions.
 
-Best-first expansion: the most likely node is added to a proposer's trie until the trie is large enough.
-
-A proposer as a source, which drafts on the host.
-
-Drafts the tokens that a grammar forces: keys, quotes and braces of a JSON schema, the literals of a regular expression.
-
-Only a draft: a forced string has several tokenisations, and the pick decides.
+A proposer expands a trie best first: the most likely node is added until it is large enough. `ProposerSource` is a proposer as a source of
+the decoding loop. `ForcedProposer` drafts what a grammar forces: keys, quotes and braces of a JSON schema, the literals of a regular
+expression. It is only a draft: a forced string has several tokenisations, and the pick decides.
 """
 
 from __future__ import annotations

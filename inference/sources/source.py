@@ -2,7 +2,7 @@
 
 The loop has a list of sources and treats them alike. State lasts for one call to generate, statistics as long as the model is loaded.
 
-The draft of one decoding step: the pools to which sources add nodes, and the data that the sources need.
+A `Draft` is one decoding step's: the pools to which sources add nodes, and the data that they need.
 
 Shape suffixes: B batch, P positions, V vocabulary.
 """

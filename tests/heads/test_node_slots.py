@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
-from headstart.heads.kv.ragged_cache import extend_ancestors, masks_by_kind
+from headstart.heads.kv.tree_mask import extend_ancestors, masks_by_kind
 from headstart.heads.layers.decoder_layer import Rotary
 
 LENGTHS = (6, 1, 9)

@@ -27,7 +27,8 @@ from headstart.training.features.on_policy import FeaturesWithCache, LiveWithCac
 from headstart.training.objective.anchors import SampledAnchors, StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens
-from headstart.training.objective.objective import on_policy_loss, rollout, target_hidden
+from headstart.training.objective.objective import on_policy_loss
+from headstart.training.objective.rollout import rollout, target_hidden
 from headstart.training.recipe.recipe import Objective
 
 LENGTHS, ROWS = (9, 4, 13, 6, 21, 5, 8), [[0, 1, 2], [3, 4], [5, 6]]

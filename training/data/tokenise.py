@@ -1,8 +1,6 @@
-"""Rows to samples: tokens with a loss mask, cut to length, in one process or several.
+"""Rows to samples: tokens with a loss mask, cut to length, in one process or in several of this machine.
 
 Shape suffix: T positions.
-
-Work on many items in several processes of this machine.
 """
 
 from __future__ import annotations

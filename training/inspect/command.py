@@ -1,6 +1,6 @@
 """``headstart inspect`` for a recipe or a checkpoint.
 
-Inspect a checkpoint without loading it or its backbone: metadata, tensor shapes, machines it was tuned on.
+Of a checkpoint, without loading it or its backbone: metadata, tensor shapes, machines it was tuned on.
 """
 
 from __future__ import annotations

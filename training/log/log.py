@@ -1,7 +1,4 @@
-"""The log of a run: a JSONL file, trackers, and a progress bar.
-
-Trackers in addition to a run's log: Weights & Biases and TensorBoard, through accelerate.
-"""
+"""The log of a run: a JSONL file, a progress bar, and trackers (Weights & Biases, TensorBoard) through accelerate."""
 
 from __future__ import annotations
 

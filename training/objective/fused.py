@@ -5,10 +5,9 @@ immediately and accumulated for the hidden states and the readout's weights (the
 is the loss and gradients of the size of its inputs, which `GradientAccumulator.attach` makes one node of the graph. Unlike with
 checkpointing, nothing is computed twice.
 
-Acceptance on stored features, where the backbone is not here to decode: teacher-forced, by depth, as a chain.
-
-A depth of a draft counts as accepted where all depths before it do and it agrees with the backbone: by the most likely token (greedy), or
-by the expected acceptance rate ``sum_v min(p_v, q_v)``. The drafts continue the text, not the backbone's own choices, so on text that the
+On stored features, where the backbone is not here to decode, acceptance is measured too: teacher-forced, by depth, as a chain. A depth of
+a draft counts as accepted where all depths before it do and it agrees with the backbone: by the most likely token (greedy), or by the
+expected acceptance rate ``sum_v min(p_v, q_v)``. The drafts continue the text, not the backbone's own choices, so on text that the
 backbone did not write the figures differ from those of decoding.
 
 Shape suffixes: M rows of the loss, C rows of a chunk, D width, V vocabulary, K depth, N drafts.

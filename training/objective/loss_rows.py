@@ -4,7 +4,7 @@ The backbone's distribution at position j is that of ``x_{j+1}``, and depth k dr
 at j is the target of all depths k, drafted at ``t = j-1-k``. Drafts at all positions are therefore grouped by target position j
 (`dense_rows`), so that each target is read out once; drafts at anchors are grouped by anchor, with one target per depth.
 
-The losses that keep a backbone a good language model while its adapter is trained together with heads.
+`LmLoss` keeps a backbone a good language model while its adapter is trained together with heads.
 
 Shape suffixes: B batch, T positions, D width, K depth, M rows of the loss or label tokens or anchors (ordered by index in the document,
 then by document), J targets of a row (1 or K), V vocabulary, C label tokens of a chunk.

@@ -1,7 +1,4 @@
-"""The section of a recipe about hidden states from servers, and what it has in common with other sections that name servers.
-
-The section of a recipe about answers by the backbone itself.
-"""
+"""The sections of a recipe that name servers: hidden states from servers, and answers by the backbone itself."""
 
 from __future__ import annotations
 

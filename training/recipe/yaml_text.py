@@ -3,7 +3,7 @@
 Only the values of JSON are read (null, true and false, numbers, text, lists, mappings with text as keys), as deep, as large and as many
 as a recipe can use.
 
-Recipes that extend others.
+Recipes may extend others.
 
     extends: ../shared/ultrachat.yaml                       # or a list; later files replace keys of earlier ones
     drafter: {kind: eagle3, depth: 7}

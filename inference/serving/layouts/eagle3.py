@@ -4,9 +4,8 @@ vLLM, SGLang and TensorRT-LLM load the checkpoint as it is, SafeAILab's own code
 ``eagle_aux_hidden_state_layer_ids`` is the residual stream after j layers (vLLM), in ``eagle_config`` the output of layer j (SGLang).
 What a file leaves open is read every way that fits: the counting of layer ids, and for a later layer which of two norms is its input norm.
 
-EAGLE-1 and EAGLE-2 as SafeAILab, vLLM and SGLang have it: ``fc`` over embedding and hidden state, one layer without an input norm.
-
-The checkpoint as it is has a zero ``fc.bias`` for SGLang.
+EAGLE-1 and EAGLE-2 are likewise as SafeAILab, vLLM and SGLang have them: ``fc`` over embedding and hidden state, and one layer without an
+input norm. The checkpoint as it is has a zero ``fc.bias`` for SGLang.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """MTP modules: alone, as Headstart saves them, or inside a whole model's checkpoint, as DeepSeek, MiMo and Qwen3.5 ship them.
 
-Engines look for them only inside the backbone's checkpoint, so an export is a copy of it with the modules' weights.
-
-Write trained multi-token prediction modules into a copy of the backbone's checkpoint, where serving engines read them.
+Engines look for them only inside the backbone's checkpoint, so an export is a copy of it with the trained modules' weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a foreign ``config.json`` states of a decoder layer, as arguments of Headstart's heads, and of the layers that are read.
+"""Parts that layouts share: the decoder layer that a foreign ``config.json`` states, and draft vocabularies.
 
-Draft vocabularies: ``d2t`` and ``t2d`` of foreign heads, checked and brought to ascending tokens.
+Of foreign heads ``d2t`` and ``t2d`` are checked and brought to ascending tokens. ``d2t`` holds offsets, token minus draft token; some
+files hold the tokens themselves, which is recognised.
 
-``d2t`` holds offsets, token minus draft token; some files hold the tokens themselves, which is recognised.
 Shape suffixes: V backbone vocabulary, DV draft vocabulary.
 """
 

@@ -3,7 +3,7 @@
 A round is one draft and the forward pass that verifies it. vLLM counts all drafts that a round kept; Headstart counts the tokens
 written, which are fewer in the last round if the end of the text cuts it.
 
-The outcome of a verification, in words and as data.
+A `Verdict` is the outcome of a verification, in words and as data.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""EAGLE-1 and 2 (2401.15077, 2406.16858), EAGLE-3 and 3.1 (2503.01840, 2605.09992): pairs (embedding of the next token, state).
+"""Heads that continue pairs (embedding of the next token, state): EAGLE-1 to 3.1 and multi-token prediction modules.
 
-Row t pairs the token ``x_{t+1}`` with the backbone's state at t. Rows of a draft follow: each pairs the token drafted last with the
-state that the layers gave it. Keys of rows of known tokens are computed once for the whole text.
+EAGLE-1 and 2 (2401.15077, 2406.16858), EAGLE-3 and 3.1 (2503.01840, 2605.09992): row t pairs the token ``x_{t+1}`` with the backbone's
+state at t. Rows of a draft follow: each pairs the token drafted last with the state that the layers gave it. Keys of rows of known tokens
+are computed once for the whole text.
 
-Multi-token prediction modules (DeepSeek-V3, 2412.19437) with dense layers.
-
-``norm(layer(eh_proj([enorm(embedding); hnorm(hidden)])))`` drafts a token and is the next depth's hidden state. One module drafts all
-depths as pairs do; with several, module k runs over all positions, with the outputs of module k - 1 and the tokens k + 1 later.
+Multi-token prediction modules (DeepSeek-V3, 2412.19437) with dense layers: ``norm(layer(eh_proj([enorm(embedding); hnorm(hidden)])))``
+drafts a token and is the next depth's hidden state. One module drafts all depths as pairs do; with several, module k runs over all
+positions, with the outputs of module k - 1 and the tokens k + 1 later.
 
 Shape suffixes: T rows, D width, X taps concatenated.
 """

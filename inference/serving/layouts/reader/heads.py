@@ -1,14 +1,13 @@
-"""Medusa (2401.10774): a head is some blocks ``x + silu(Wx + b)`` and an output layer, by FasterDecoding's names.
+"""Heads that read no keys of their own: Medusa, MLP speculators and draft models.
 
-Heads without an output layer share the backbone's (FasterDecoding's version 2).
+Medusa (2401.10774), by FasterDecoding's names: a head is some blocks ``x + silu(Wx + b)`` and an output layer; heads without one share the
+backbone's (FasterDecoding's version 2).
 
-MLP speculator (2404.19124), by the names of IBM's accelerators.
+MLP speculator (2404.19124), by the names of IBM's accelerators: ``state <- gelu(norm(a * proj_k(state) + b * emb_k(token)))``,
+a = 0.5 ** (0.5 / n), b = sqrt((1 - a ** 2) * inner_dim / 2).
 
-``state <- gelu(norm(a * proj_k(state) + b * emb_k(token)))``, a = 0.5 ** (0.5 / n), b = sqrt((1 - a ** 2) * inner_dim / 2).
-
-A draft model: an ordinary causal language model with the backbone's vocabulary (2211.17192), or a parallel one (PARD, 2504.18583).
-
-A parallel model reads the text, the root and mask tokens (``pard_token``) in one pass: the logits at the k-th mask draft depth k.
+A draft model is an ordinary causal language model with the backbone's vocabulary (2211.17192), or a parallel one (PARD, 2504.18583), which
+reads the text, the root and mask tokens (``pard_token``) in one pass: the logits at the k-th mask draft depth k.
 """
 
 from __future__ import annotations

@@ -1,0 +1,114 @@
+"""The size of rounding: by how much the logits of passes of other widths differ by themselves, on this machine and on these texts.
+
+A forward pass over many positions rounds otherwise than one over a single position, and layers amplify what differs; by how much depends
+on the model, the dtype, the device and the text. So it is measured: the last positions of a text are read again without captures, in
+pieces of several widths, and compared with one pass over the whole text. Pieces are read twice:
+
+- by the model with transformers' cache, as transformers' own ``generate`` does;
+- as chains of a tree, with the cache, masks and attention of decoding. What differs there may be a fault instead, so it counts at most
+  as much as moving the output of every layer by a unit in the last place does (`nudged`).
+
+Shape suffixes: T positions, N positions of a piece, R positions compared, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.hooks import nudged
+from headstart.inference.capture.capture import Capturer
+from headstart.inference.engine.reader import Reader
+from headstart.inference.engine.tree import chain
+
+WIDTHS = (64, 8, 1)
+"""Positions of a piece: trees, batches and plain steps multiply 1 to some hundred rows, a whole text more."""
+
+
+REGION = 64
+"""Positions at the end of a text that are read again."""
+
+
+MARGIN = 3.0
+"""Times the largest difference measured: a measurement sees some positions, a benchmark thousands."""
+
+
+class Rounding:
+    """The largest difference of a logit that was measured on one backbone so far."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone, self.reader = backbone, Reader(backbone, (), Capturer("off", backbone.device))
+        self.measured = 0.0
+        self.texts = 0
+        """Texts that it was measured on."""
+        self.largest_logit = 0.0
+        """The largest absolute value of the logits seen."""
+
+    @property
+    def size(self) -> float:
+        """By how much a logit differs from pass to pass; at least a unit in the last place of the largest one."""
+        return max(self.measured, torch.finfo(self.backbone.dtype).eps * self.largest_logit)
+
+    @property
+    def tolerance(self) -> float:
+        """Differences up to this pass as rounding."""
+        return MARGIN * self.size
+
+    @torch.no_grad()
+    def measure(self, ids_T: Tensor, prompt: int, seconds: float = math.inf) -> None:
+        """Read the end of a text again, without its first ``prompt`` tokens.
+
+        Begins with wide pieces, of which there are few, and with no further width after ``seconds``.
+        """
+        deadline, start = time.perf_counter() + seconds, min(max(prompt, len(ids_T) - REGION), len(ids_T) - 1)
+        expected_RV = self._whole(ids_T, start)
+        with nudged(self.backbone.layers):
+            nudging = difference(self._whole(ids_T, start), expected_RV)
+        for width in WIDTHS if start else ():
+            if width < WIDTHS[0] and time.perf_counter() > deadline:
+                break
+            by_model, by_trees = (difference(read(ids_T, start, width), expected_RV) for read in (self._by_model, self._by_trees))
+            self.measured = max(self.measured, *(one for one in (by_model, min(by_trees, nudging)) if math.isfinite(one)))
+        self.see(expected_RV)
+        self.texts += 1
+
+    def see(self, logits_RV: Tensor) -> None:
+        """Note the largest of some logits."""
+        self.largest_logit = max(self.largest_logit, float(logits_RV.nan_to_num(0, 0, 0).abs().max()))
+
+    def _whole(self, ids_T: Tensor, start: int) -> Tensor:
+        """The logits ``[R, V]`` after each position from ``start`` on, by one pass over the text."""
+        return self.backbone.readout(self.backbone.read(ids_T[None]).hidden_BTD[0, start:]).float()
+
+    def _by_model(self, ids_T: Tensor, start: int, width: int) -> Tensor:
+        """The same, read in pieces with transformers' cache."""
+        backbone, place_1T = self.backbone, torch.arange(len(ids_T), device=ids_T.device)[None]
+        # Without the model's configuration, sliding-window layers keep all of their keys.
+        cache = DynamicCache() if backbone.recurrent is None else DynamicCache(config=backbone.config)
+        parts = [(0, start), *((at, min(at + width, len(ids_T))) for at in range(start, len(ids_T), width))]
+        hidden = [backbone.read(ids_T[None, at:end], cache, place_1T[:, at:end]).hidden_BTD[0] for at, end in parts]
+        return backbone.readout(torch.cat(hidden[1:])).float()
+
+    def _by_trees(self, ids_T: Tensor, start: int, width: int) -> Tensor:
+        """The same, read as chains of a tree by the passes of decoding."""
+        _, cache = self.reader.prompts(ids_T[None, :start], torch.tensor([start], device=ids_T.device))
+        found = []
+        for piece_N in ids_T[start:].split(width):
+            found.append(self.reader.tree(cache, chain(piece_N.tolist()))[1][0].float())
+            cache.keep([[*range(len(piece_N))]], [len(piece_N)])
+        return torch.cat(found)
+
+
+def difference(logits_RV: Tensor, others_RV: Tensor) -> float:
+    """The largest difference of a logit; equal infinities are equal, and what is not a number differs by infinity."""
+    return float(differences(logits_RV, others_RV).max())
+
+
+def differences(logits_RV: Tensor, others_RV: Tensor) -> Tensor:
+    """The same at each position, ``[R]``."""
+    return torch.where(logits_RV == others_RV, 0, logits_RV - others_RV).abs().amax(-1).nan_to_num(math.inf, math.inf)
