@@ -35,7 +35,9 @@ from headstart.inference.handover import entry, handed_streamer, turn
 from headstart.inference.output import GenerateOutput, output_of
 from headstart.inference.runtime import Engine
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.proposer import ForcedProposer, Proposer, ProposerSource
+from headstart.inference.sources.forced import ForcedProposer
+from headstart.inference.sources.proposer import Proposer
+from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.support.chat.conversation import Chat
 from headstart.support.devices import plain_arithmetic, without_autocast

@@ -26,7 +26,7 @@ from headstart.inference.capture.watch import HOOKED, hooks, sample_of
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.reader import Reader
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.proposer import ProposerSource
+from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import Source
 from headstart.inference.speculation.speculation import Speculation
 

@@ -26,7 +26,7 @@ from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import BEAM_WIDTH, TreeShape, padded_size
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.levels import Level
-from headstart.inference.sources.proposer import ProposerSource
+from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import DraftScoring
 from headstart.inference.speculation.speculation import Speculation
 from headstart.support.pytree import map_tensors

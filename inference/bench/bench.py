@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.bench.judging import Judging, compare_logits
+from headstart.inference.bench.judging import Judging
+from headstart.inference.bench.logits import compare_logits
 from headstart.inference.bench.page import record, samples
 from headstart.inference.bench.results import References, Sizes, baseline, memory_bandwidth, result, weight_bytes
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem

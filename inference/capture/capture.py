@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -22,15 +22,28 @@ from torch import nn
 
 from headstart.heads.kv.rows import FixedMemory
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, is_out_of_memory
-from headstart.inference.capture.cuda_graph import CudaGraph
 from headstart.inference.capture.stopwatch import void_running
-from headstart.inference.capture.trace import Trace
 from headstart.support.devices import is_accelerator
 from headstart.support.errors import UserError
 
 BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
 """auto: after `PATIENCE` calls of the first function, traces on a CPU, and nothing elsewhere. The others capture at the first call."""
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Trace, CudaGraph)}
+
+
+def _trace() -> type[Backend]:
+    from headstart.inference.capture.trace import Trace
+
+    return Trace
+
+
+def _cuda_graph() -> type[Backend]:
+    from headstart.inference.capture.cuda_graph import CudaGraph
+
+    return CudaGraph
+
+
+BACKENDS: dict[str, Callable[[], type[Backend]]] = {"trace": _trace, "cuda-graph": _cuda_graph}
+"""Imported when they are chosen."""
 PATIENCE = 24
 """Calls of a function before ``auto`` captures it; capturing takes about as long as 30 calls."""
 SHORT_PATIENCE = 3
@@ -247,18 +260,21 @@ def choose(name: str, device: torch.device) -> tuple[type[Backend] | None, str |
     if name == "compile":
         if device.type != "cpu":
             raise UserError(f"capture 'compile' is for the CPU; the model is on {device.type}: choose 'auto', 'cuda-graph' or 'off'")
-        return (Trace if Trace.unavailable(device) is None else None), None
+        trace = BACKENDS["trace"]()
+        return (trace if trace.unavailable(device) is None else None), None
     if name != "auto":
-        if reason := BACKENDS[name].unavailable(device):
+        backend = BACKENDS[name]()
+        if reason := backend.unavailable(device):
             raise UserError(f"capture {name!r} cannot be used: {reason}; choose 'auto' or 'off'")
-        return BACKENDS[name], None
+        return backend, None
     if device.type != "cpu":
         return None, f"auto captures nothing on {device.type}{_NOT_PROVED.get(device.type, '')}; choose a backend by name"
-    if reason := Trace.unavailable(device):
+    trace = BACKENDS["trace"]()
+    if reason := trace.unavailable(device):
         reason = f"{reason}; 'compile' is the other backend for the CPU"
         _warn_once(f"forward passes are not captured, which makes small models slower: {reason}")
         return None, reason
-    return Trace, None
+    return trace, None
 
 
 @functools.cache

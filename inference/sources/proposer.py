@@ -1,8 +1,6 @@
 """Proposers draft on the host without training, from a sequence's tokens and the backbone's earlier next-token distributions.
 
-A proposer expands a trie best first: the most likely node is added until it is large enough. `ProposerSource` is a proposer as a source of
-the decoding loop. `ForcedProposer` drafts what a grammar forces: keys, quotes and braces of a JSON schema, the literals of a regular
-expression. It is only a draft: a forced string has several tokenisations, and the pick decides.
+A proposer expands a trie best first: the most likely node is added until it is large enough.
 """
 
 from __future__ import annotations
@@ -13,10 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TypeVar
-
-from headstart.heads.backbone.features import Features
-from headstart.inference.engine.texts import Texts
-from headstart.inference.sources.source import Accepted, Draft, Source
 
 MIN_PATH_PROB = 0.005
 """Minimum path probability of a node: no tree would include less likely ones."""
@@ -94,78 +88,3 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
         """Draft at most ``nodes`` nodes that may follow the sequence, at depths 0 to ``depths - 1``."""
-
-
-SCORE = math.log(0.95)
-"""The log-probability that a forced token is picked, before any was."""
-
-
-class ForcedProposer(Proposer):
-    """Asks the processors of a call (see `forked`). ``texts``: those of the call, set for each."""
-
-    name = "forced"
-
-    def __init__(self) -> None:
-        self.texts: Texts
-
-    def open(self, sequence: int, tokens: list[int]) -> None:
-        """Texts are read from the call."""
-
-    def extend(self, sequence: int, tokens: list[int]) -> None:
-        """Texts are read from the call."""
-
-    def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
-        forked = self.texts.request.processing.forked[sequence].values()
-        asked, ids_1T = [one.forced for one in forked if one.forced is not None], self.texts.of[sequence].ids_T[None]
-        tokens = min((forced(ids_1T) for forced in asked), key=len, default=[])[: min(depths, nodes)]
-        return Candidates(tokens, list(range(-1, len(tokens) - 1)), [SCORE] * len(tokens))
-
-
-MAX_PROPOSER_DEPTH = 12
-"""Maximum number of depths that a proposer drafts."""
-MAX_PROPOSED_NODES = 24
-"""Maximum number of nodes that a proposer drafts for a row."""
-
-MAX_PROPOSER_ROWS = 16
-"""Maximum number of rows for which proposers draft: they take Python's time for every row, and a pass over many rows has none to spare."""
-
-
-class ProposerSource(Source):
-    """A proposer. It identifies sequences by number, so it needs no update when rows are removed."""
-
-    most_rows = MAX_PROPOSER_ROWS
-
-    def __init__(self, proposer: Proposer) -> None:
-        super().__init__(proposer.name, MAX_PROPOSER_DEPTH)
-        self.proposer, self.observe_top_k = proposer, proposer.observe_top_k
-
-    def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
-        for sequence, prompt in zip(sequences, tokens, strict=True):
-            self.proposer.open(sequence, prompt)
-
-    def extend(self, accepted: Accepted) -> None:
-        for sequence, tokens in zip(accepted.sequences, accepted.tokens, strict=True):
-            self.proposer.extend(sequence, tokens)
-
-    def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
-        self.proposer.observe(tokens, top_tokens, logprobs)
-
-    def verified(self, sequence: int, tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> None:
-        self.proposer.verified(sequence, tokens, parents, picks)
-
-    def draft(self, draft: Draft, depths: int) -> None:
-        for row, (remaining, sequence) in enumerate(zip(draft.remaining, draft.sequences, strict=True)):
-            self.proposer.catch_up(sequence)
-            if remaining > 0:
-                self._attach(draft, row, self.proposer.propose(sequence, min(remaining, depths), MAX_PROPOSED_NODES))
-
-    def _attach(self, draft: Draft, row: int, proposed: Candidates) -> None:
-        pool, nodes = draft.pools[row], list[int]()
-        for token, parent, score in zip(proposed.tokens, proposed.parents, proposed.scores, strict=True):
-            node = nodes[parent] if parent >= 0 else 0
-            nodes.append(pool.add(self, node, token, score, self.prob(draft, row, pool.levels[node], score)))
-
-    def propose_after(self, number: int, tokens: list[int], depths: int) -> Candidates:
-        """Candidates after these tokens, prompt included, which replace the sequence of that number."""
-        self.proposer.open(number, tokens)
-        return self.proposer.propose(number, depths, MAX_PROPOSED_NODES)

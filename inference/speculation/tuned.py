@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.adaptive.acceptance import Calibration
+from headstart.inference.adaptive.calibration import Calibration
 from headstart.inference.adaptive.latency import CostModel
 from headstart.support.errors import UserError
 from headstart.support.files import cache_folder, write_json

@@ -62,7 +62,7 @@ def register(monkeypatch: pytest.MonkeyPatch, change: Change | None) -> None:
                 change(call, result[1])
             return result
 
-    monkeypatch.setitem(capturing.BACKENDS, "cuda-graph", Changed)
+    monkeypatch.setitem(capturing.BACKENDS, "cuda-graph", lambda: Changed)
 
 
 def like_smollm2(dtype: torch.dtype, twins: bool = False) -> Backbone:

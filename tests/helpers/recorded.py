@@ -102,6 +102,6 @@ def shallow() -> Backbone:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Recorded]]:
     """The stand-in in place of CUDA graphs, on a CPU that is treated as an accelerator."""
-    monkeypatch.setitem(capturing.BACKENDS, "cuda-graph", Recorded)
+    monkeypatch.setitem(capturing.BACKENDS, "cuda-graph", lambda: Recorded)
     with cpu_as_accelerator():
         yield Recorded

@@ -19,7 +19,7 @@ from headstart.inference.capture.backend import Call, Capture, Function
 from headstart.inference.capture.capture import PATIENCE, SHORT_PATIENCE, BackendName, Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.capture.trace import Trace
-from headstart.inference.engine.processing import Filters
+from headstart.inference.engine.filters import Filters
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.drafter_source import DrafterSource

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
-from headstart.inference.adaptive.acceptance import Calibration, Table
+from headstart.inference.adaptive.calibration import Calibration, Table
 from headstart.inference.adaptive.latency import CostModel, Costs, RecentTimes
 from headstart.inference.engine.tree import TREE_SIZES, TUNED_SIZES, Pool
 from headstart.inference.generate import SpeculativeModel

@@ -95,7 +95,7 @@ def test_what_is_not_read_again(monkeypatch: pytest.MonkeyPatch, judged: list[in
     assert judged == []
     say(heads, left_padded(prompts((9, 1, 14, 4))), **OPTIONS)
     assert judged == [4 + 12]
-    assert [name for name, backend in BACKENDS.items() if backend.spot_checks] == ["cuda-graph"]
+    assert [name for name, backend in BACKENDS.items() if backend().spot_checks] == ["cuda-graph"]
     assert not Capturer("off", torch.device("cpu")).spot_checks
 
 

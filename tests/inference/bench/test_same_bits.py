@@ -11,9 +11,9 @@ from families import SIZES, VOCAB, backbone, build, prompts, random_drafter, sha
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
-from headstart.inference.bench import judging
+from headstart.inference.bench import logits
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.judging import LogitsComparison, continued
+from headstart.inference.bench.logits import LogitsComparison, continued
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture import onednn
 from headstart.inference.engine.tree import TreeShape
@@ -85,7 +85,7 @@ def test_attention_in_fp32_has_the_bits_of_the_plain_step(slots: int) -> None:
 
 
 def test_large_batches_keep_fewer_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "MOST_LOGITS", 2 * 5 * VOCAB + 7)
+    monkeypatch.setattr(logits, "MOST_LOGITS", 2 * 5 * VOCAB + 7)
     on = backbone("llama")
     asked = [Prompt(ids_T) for ids_T in prompts((12, 9, 11, 10))]
     report = compare([("m", SpeculativeModel(on, random_drafter("medusa", on)))], asked, Plan(24, tree=TREE, batches=(1, 2)))

@@ -13,8 +13,7 @@ from test_endpoint import ask as ask_server  # noqa: F401
 from test_regenerate import ask, dialogues, result, rows_of, talker  # noqa: F401
 
 from headstart.inference.decode import Decoder
-from headstart.inference.sources import proposer
-from headstart.inference.sources.proposer import ProposerSource
+from headstart.inference.sources.proposer_source import MAX_PROPOSER_ROWS, ProposerSource
 from headstart.training.regenerate import regenerate as progress
 from headstart.training.regenerate.partial import PartialFile
 
@@ -121,7 +120,7 @@ def test_unfinished_answers_of_a_server_are_kept_too(ask_server: Any, tmp_path: 
 
 def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(ProposerSource, "most_rows", 4)
-    assert proposer.MAX_PROPOSER_ROWS > 8, "those of regenerate.batch_size"
+    assert MAX_PROPOSER_ROWS > 8, "those of regenerate.batch_size"
     drafted: list[int] = []
     draft = ProposerSource.draft
     monkeypatch.setattr(ProposerSource, "draft", lambda self, one, depths: (drafted.append(len(one.pools)), draft(self, one, depths))[1])

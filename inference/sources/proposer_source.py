@@ -1,0 +1,57 @@
+"""A proposer as a source, which drafts on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headstart.heads.backbone.features import Features
+from headstart.inference.sources.proposer import Candidates, Proposer
+from headstart.inference.sources.source import Accepted, Draft, Source
+
+MAX_PROPOSER_DEPTH = 12
+"""Maximum number of depths that a proposer drafts."""
+MAX_PROPOSED_NODES = 24
+"""Maximum number of nodes that a proposer drafts for a row."""
+MAX_PROPOSER_ROWS = 16
+"""Maximum number of rows for which proposers draft: they take Python's time for every row, and a pass over many rows has none to spare."""
+
+
+class ProposerSource(Source):
+    """A proposer. It identifies sequences by number, so it needs no update when rows are removed."""
+
+    most_rows = MAX_PROPOSER_ROWS
+
+    def __init__(self, proposer: Proposer) -> None:
+        super().__init__(proposer.name, MAX_PROPOSER_DEPTH)
+        self.proposer, self.observe_top_k = proposer, proposer.observe_top_k
+
+    def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
+        for sequence, prompt in zip(sequences, tokens, strict=True):
+            self.proposer.open(sequence, prompt)
+
+    def extend(self, accepted: Accepted) -> None:
+        for sequence, tokens in zip(accepted.sequences, accepted.tokens, strict=True):
+            self.proposer.extend(sequence, tokens)
+
+    def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
+        self.proposer.observe(tokens, top_tokens, logprobs)
+
+    def verified(self, sequence: int, tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> None:
+        self.proposer.verified(sequence, tokens, parents, picks)
+
+    def draft(self, draft: Draft, depths: int) -> None:
+        for row, (remaining, sequence) in enumerate(zip(draft.remaining, draft.sequences, strict=True)):
+            self.proposer.catch_up(sequence)
+            if remaining > 0:
+                self._attach(draft, row, self.proposer.propose(sequence, min(remaining, depths), MAX_PROPOSED_NODES))
+
+    def _attach(self, draft: Draft, row: int, proposed: Candidates) -> None:
+        pool, nodes = draft.pools[row], list[int]()
+        for token, parent, score in zip(proposed.tokens, proposed.parents, proposed.scores, strict=True):
+            node = nodes[parent] if parent >= 0 else 0
+            nodes.append(pool.add(self, node, token, score, self.prob(draft, row, pool.levels[node], score)))
+
+    def propose_after(self, number: int, tokens: list[int], depths: int) -> Candidates:
+        """Candidates after these tokens, prompt included, which replace the sequence of that number."""
+        self.proposer.open(number, tokens)
+        return self.proposer.propose(number, depths, MAX_PROPOSED_NODES)
