@@ -1,9 +1,9 @@
 """Compares the speed of two clones of the project: ``python benchmarks/two_clones.py OLD NEW [--rounds 5]``.
 
-Each clone trains EAGLE-3 heads on the embedded backbone for some steps, then decodes the same prompts autoregressively, in a fixed tree
-and with adaptive tree size (with proposers), greedily and at temperature 1. The clones alternate in separate processes. Prints JSON:
-tokens per second of each, the median and range of the ratio NEW / OLD of paired runs, whether the outputs are the same, and tau of each.
-Run it on an otherwise idle machine.
+Each clone trains EAGLE-3 heads on the embedded backbone for some steps, then decodes the same prompts with the heads that ship:
+autoregressively, in a fixed tree, and in adaptive trees alone and with n-gram drafts, greedily and at temperature 1, traced (nothing is
+compiled beside). The clones alternate in separate processes. Prints JSON: tokens per second of each, the median and range of the ratio
+NEW / OLD of paired runs, whether the outputs are the same, and tau of each. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -19,22 +19,19 @@ from pathlib import Path
 from typing import Any
 
 DECODE = """
-import inspect, json, sys, time, torch, headstart
+import json, sys, time, torch, headstart
 from transformers import AutoTokenizer
 heads_dir, prompts_file, tokens, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 torch.set_num_threads(threads)
 backbone = headstart.load_backbone("embedded")
 tokenizer = headstart.load_tokenizer("embedded")
 prompts = [torch.tensor([tokenizer(json.loads(line)["text"])["input_ids"][:48]]) for line in open(prompts_file)][:12]
-try:
-    from headstart.inference.proposers.recycling import RecyclingProposer
-    from headstart.inference.proposers.suffix import SuffixProposer
-except ImportError:
-    from headstart.inference.proposers.recycling import RecyclingProposer
-    from headstart.inference.proposers.suffix import SuffixProposer
-alone = headstart.load(heads_dir, backbone=backbone)
-merged = headstart.load(heads_dir, backbone=backbone, proposers=[SuffixProposer(), RecyclingProposer()])
-systems = {"AR": (alone, {"speculate": False}), "fixed tree": (alone, {"tree": headstart.TreeShape(12, 4)}), "adaptive": (merged, {})}
+alone = headstart.load(heads_dir, backbone=backbone, capture="trace")
+merged = headstart.load(heads_dir, backbone=backbone, capture="trace", proposers=["suffix", "recycling"])
+systems = {
+    "AR": (alone, {"speculate": False}), "fixed tree": (alone, {"tree": headstart.TreeShape(12, 4)}),
+    "adaptive": (alone, {}), "adaptive, n-grams": (merged, {}),
+}
 out = {}
 for temperature in (0.0, 1.0):
     how = {"do_sample": True, "temperature": 1.0, "top_k": 0} if temperature else {"do_sample": False}
@@ -85,8 +82,8 @@ def main() -> None:
     for number in range(args.rounds):
         for name in sorted(roots, reverse=bool(number % 2)):
             with tempfile.TemporaryDirectory() as folder:
-                heads = Path(folder) / "heads"
-                speed = train(roots[name], heads, args.steps, args.threads)
+                speed = train(roots[name], Path(folder) / "heads", args.steps, args.threads)
+                heads = roots[name] / "recipes/quickstart/heads/eagle3"
                 prompts = str(roots[name] / "recipes/quickstart/prompts.jsonl")
                 printed = run(roots[name], args.threads, "-c", DECODE, str(heads), prompts, str(args.max_new_tokens), str(args.threads))
                 results[name].append({"training": {"tokens_per_second": speed}} | json.loads(printed.splitlines()[-1]))
