@@ -43,7 +43,7 @@ Layers = Annotated[int, Ge(1), Le(MAX_LAYERS)]
 Size = Annotated[int, Ge(1), Le(MAX_SIZE)]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED)]
 Temperature = Annotated[float, Ge(0), Le(MAX_TEMPERATURE), AfterValidator(_temperature)]
-"""Types of fields with the limits of limits.py."""
+"""Types of fields with the limits of numeric_limits.py."""
 
 
 class StrictModel(BaseModel):
