@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ def test_twenty_prompts_of_each_task_and_none_is_both_trained_on_and_measured() 
     trained = {part for row in train for part in row["messages"][0]["content"].split("\n") if len(part) > 120}
     measured = {part for row in measure for part in row["messages"][0]["content"].split("\n") if len(part) > 120}
     assert len(trained) > 28 and not trained & measured, "no text either"
+
+
+def test_further_prompts_are_written_by_a_script() -> None:
+    def written(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, str(FOLDER / "prompts.py"), *arguments], capture_output=True, text=True)
+
+    rows = [json.loads(line) for line in written("--count", "700").stdout.splitlines()]
+    assert Counter(row["task"] for row in rows) == dict.fromkeys(TASKS, 100)
+    asked = {row["messages"][0]["content"] for row in rows}
+    assert len(asked) == 700 and not asked & {row["messages"][0]["content"] for row in prompts("measure")}
+    assert written("--count", "20").stdout.splitlines() == [json.dumps(row) for row in rows[:20]]
+    few = written("--count", "1000000")
+    assert few.returncode == 1 and few.stderr.startswith("error: there are no 1,000,000 different prompts; ")
 
 
 def test_the_recipe_fits_a_cpu() -> None:
