@@ -207,5 +207,4 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=4000, metavar="N", help="prompts (4000)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    for row in prompts(args.count, args.seed):
-        sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.writelines(json.dumps(row) + "\n" for row in list(prompts(args.count, args.seed)))
