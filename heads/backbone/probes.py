@@ -78,6 +78,7 @@ def require_masks(backbone: Backbone) -> None:
 POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "none": lambda logits, value: logits,
     "final_logit_softcapping": lambda logits, value: torch.tanh(logits / value) * value,
+    "logits_soft_cap": lambda logits, value: torch.tanh(logits / value) * value,
     "logit_scale": lambda logits, value: logits * value,
     "logits_scaling": lambda logits, value: logits / value,
     "logits_scaling (multiplied)": lambda logits, value: logits * value,

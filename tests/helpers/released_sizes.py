@@ -196,7 +196,9 @@ BF16 = (
     "pythia-70m", "opt-125m", "ERNIE-4.5-0.3B-PT", "qwen3-0.6b", "Falcon3-1B-Instruct", "OLMo-2-0425-1B-Instruct", "phi-1_5",
     "llama-3.2-1b-instruct", "gemma-3-1b-it", "DeepSeek-R1-Distill-Qwen-1.5B", "EXAONE-4.0-1.2B", "qwen3-30b-a3b", "smollm3-3b",
     "qwen3-next-80b-a3b-instruct", "gemma-2-2b-it", "gemma-3-4b-it", "starcoder2-3b",
-    "Phi-4-mini-instruct", "MiniMax-M2", "gpt-oss-20b",
+    "Phi-4-mini-instruct", "MiniMax-M2", "gpt-oss-20b", "Moonlight-16B-A3B-Instruct", "Olmo-3-7B-Instruct", "llama-2-7b-chat-hf",
+    "mistral-7b-instruct-v0.3", "mixtral-8x7b-instruct-v0.1", "falcon-7b", "GLM-4.5-Air", "GLM-4-9B-0414", "Olmo-Hybrid-7B",
+    "c4ai-command-r7b-12-2024", "aya-expanse-8b",
 )  # fmt: skip
 FP32 = ("smollm2-135m-instruct",)
 PASSED = {"fp32": FP32, "bf16": BF16}
