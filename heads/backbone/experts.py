@@ -19,8 +19,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 TIMES, TIMES_FP32 = 2, 4
 """How often a token is given to its experts."""
-
-
 _active: ContextVar[bool] = ContextVar("repeated tokens", default=False)
 
 

@@ -19,7 +19,7 @@ PACKAGES = ROOT / ".venv-engines" / "sglang"
 NAMES = ("eagle3", "eagle3-whole-vocabulary", "eagle3.1-two-layers", "eagle")
 
 
-@pytest.mark.skipif(not PACKAGES.is_dir(), reason="SGLang 0.5.23 is not installed in .venv-engines/sglang")
+@pytest.mark.skipif(not PACKAGES.is_dir(), reason="SGLang 0.5.23 is not in .venv-engines/sglang: `make engines` installs it")
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_sglang_gives_the_same_logits(name: str, prompts: list[list[int]], tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def test_with_a_window_a_chunk_of_a_long_row_has_few_keys() -> None:
     assert max(high - low for _, _, low, high in near) <= window + 4 * 32 < max(high - low for _, _, low, high in whole) / 10
 
 
+@pytest.mark.slow  # a minute; the chunks above hold what it follows from
 def test_memory_with_a_window_grows_as_the_rows() -> None:
     """By the plan, which runs a step on fake tensors: without a window attention takes four times as much for rows twice as long."""
     drafter = {"kind": "block", "depth": 7, "layers": 2, "anchor_share": 0.25}

@@ -50,8 +50,9 @@ def test_further_prompts_are_written_by_a_script() -> None:
     asked = {row["messages"][0]["content"] for row in rows}
     assert len(asked) == 700 and not asked & {row["messages"][0]["content"] for row in prompts("measure")}
     assert written("--count", "20").stdout.splitlines() == [json.dumps(row) for row in rows[:20]]
-    few = written("--count", "1000000")
-    assert (few.returncode, few.stdout) == (1, "") and few.stderr.startswith("error: there are no 1,000,000 different prompts; ")
+    for count, words in (("1000000", "there are no 1,000,000 different prompts; "), ("0", "--count is at least 1; got 0")):
+        refused = written("--count", count)
+        assert (refused.returncode, refused.stdout) == (2, "") and f"error: {words}" in refused.stderr
 
 
 def test_the_recipe_fits_a_cpu() -> None:

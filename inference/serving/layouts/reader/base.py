@@ -50,7 +50,7 @@ class Target:
         self.vocab: int = self._unembed.weight.shape[0]
         stated = self.config.to_dict()
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
-        self._cap: float | None = stated.get("final_logit_softcapping")
+        self._cap: float | None = stated.get("final_logit_softcapping") or stated.get("logits_soft_cap")
         self._scale: float = float(stated.get("logit_scale") or 1.0) / float(stated.get("logits_scaling") or 1.0)
         lists = [one for one in model.get_decoder().modules() if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
         if not lists:
