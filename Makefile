@@ -73,7 +73,7 @@ $(DEMO)/answers.jsonl: $(PROMPTS) | $(SMOLLM2)
 
 $(DEMO)/trained: $(DEMO)/answers.jsonl
 	@echo "== 3 of 4, train: two passes over the answers, some 15 minutes on two idle cores; the progress line says how long here"
-	$(LAUNCH) train_heads.py $(GIVEN) data.train=$(DEMO)/answers.jsonl save.dir=$(DEMO)/heads
+	$(BIN)/headstart train $(GIVEN) data.train=$(DEMO)/answers.jsonl save.dir=$(DEMO)/heads
 	@touch $@
 
 $(DEMO)/measured: $(DEMO)/trained $(MEASURED)
