@@ -1,6 +1,6 @@
 """Headstart beside transformers, vLLM and llama.cpp: the same model, heads, prompts and number of threads, in one race.
 
-    python benchmarks/peers.py                                                    # what `make demo-smollm2` trained, prompts of seven tasks
+    python benchmarks/peers.py                                                    # the heads that ship for SmolLM2, prompts of seven tasks
     python benchmarks/peers.py --heads DIR --prompts FILE --vllm .venv-engines/bin/python --llama out/llama --html peers.html
 
 Measured by what `headstart bench` is made of, and with its arguments: transformers' `generate` and its prompt lookup, Headstart without
@@ -31,8 +31,8 @@ from peers_engines import DRIVERS, LLAMA, VLLM, Engine, job
 from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
 from headstart.cli.failures import Guard
 from headstart.cli.loading import backbone_name
-from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.shipped import resolve
 from headstart.inference.bench.bench import Plan, compare, those_that_fit
 from headstart.inference.bench.judging import FAULT, name, sentence
 from headstart.inference.bench.page import report_page
@@ -46,7 +46,9 @@ from headstart.support.files import require_writable, write_json, write_text
 from headstart.support.hub import find_folder
 
 ROOT = Path(__file__).parents[1]
-HEADS, PROMPTS = Path("out/smollm2/heads"), ROOT / "recipes" / "smollm2" / "measure.jsonl"
+HEADS, PROMPTS = "smollm2", ROOT / "recipes" / "smollm2" / "measure.jsonl"
+GGUF = Path("out/real/SmolLM2-135M-Instruct.Q4_1.gguf")
+"""Their model, where `tests/real/fetch.py` has fetched it; else the hub's."""
 VERSION = "0.32."
 MAKE = "`make engines` makes one in .venv-engines"
 INSTALL = "`npm install --prefix FOLDER node-llama-cpp` installs it"
@@ -207,11 +209,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments, with defaults for those that may be given several times. Raises UserError without heads."""
+    """The arguments, with defaults for those that may be given several times."""
     args = parser().parse_args(words)
-    if args.heads is None and not HEADS.is_dir():
-        raise UserError(f"there are no heads in {HEADS}; `make demo-smollm2` trains them, or name others with --heads")
-    args.heads, args.prompts = args.heads or [str(HEADS)], args.prompts or [str(PROMPTS)]
+    if args.heads is None and args.backbone is None and GGUF.is_file():
+        args.backbone = str(GGUF)
+    args.heads, args.prompts = args.heads or [HEADS], args.prompts or [str(PROMPTS)]
     args.propose = args.propose or ["suffix", "recycling"]
     args.temperature, args.batch_size = args.temperature or [0.0, 1.0], args.batch_size or [1, 8]
     args.prompt_lookup = 1 in args.batch_size

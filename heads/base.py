@@ -273,12 +273,6 @@ class Drafter(nn.Module, ABC):
 
         save_drafter(self, Path(folder), dict(extra or {}))
 
-    def push_to_hub(self, repo_id: str, *, private: bool = False) -> None:
-        """Upload the checkpoint to a repository of the hub, creating it if needed. `headstart push` adds a model card. Raises UserError."""
-        from headstart.heads.checkpoint import push_drafter
-
-        push_drafter(self, repo_id, private)
-
 
 def require_count(name: str, value: Any, least: int = 1, of: str = "drafter", most: int | None = None) -> None:
     """Raise UserError unless ``value`` is an integer of at least ``least`` and at most ``most``."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +24,10 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, DRAFTER_ADAPTER
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.embedded import resolve_heads
 from headstart.heads.backbone.fingerprint import VERSION
 from headstart.heads.backbone.fingerprint import same_weights as same_weights
 from headstart.heads.backbone.model_config import end_tokens
+from headstart.heads.backbone.shipped import resolve_heads
 from headstart.heads.base import Drafter
 from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files
@@ -37,7 +36,7 @@ from headstart.support.chat.conversation import Chat
 from headstart.support.chat.template import ChatSettings, template_hash
 from headstart.support.errors import UserError, notice
 from headstart.support.files import atomic, discard, file_hash, flush, settle, transaction
-from headstart.support.hub import find_folder, inside, upload
+from headstart.support.hub import find_folder, inside
 from headstart.support.json_text import fault, read_json
 
 METADATA = "headstart.json"
@@ -127,13 +126,6 @@ def require_savable(drafter: Drafter) -> None:
     drafter.engine_config()
     drafter.engine_files()
     drafter.backbone.contract()
-
-
-def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
-    """Upload the checkpoint to the hub as it is; `headstart push` uploads a saved one with a model card. Raises UserError."""
-    with tempfile.TemporaryDirectory() as name:
-        save_drafter(drafter, Path(name), {})
-        upload(Path(name), repo_id, private)
 
 
 def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
-from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
@@ -27,6 +26,7 @@ from headstart.heads.backbone.model_config import Attention, attention_kernel, l
 from headstart.heads.backbone.probes import decoder_layers, decoder_of, find_kinds, find_postprocessing, refusal_of, require_masks, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import Recurrent
+from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
 from headstart.support.errors import UserError
 

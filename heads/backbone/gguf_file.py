@@ -26,8 +26,8 @@ import transformers
 from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.fingerprint import bits_of
+from headstart.heads.backbone.shipped import resolve
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError, cause, notice
 from headstart.support.text import gigabytes

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.shipped import resolve
 from headstart.heads.backbone.weight_files import weight_files
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder

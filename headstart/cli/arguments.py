@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.backbone.embedded import HEADS
+from headstart.heads.backbone.shipped import HEADS
 from headstart.support.numeric_limits import (
     MAX_BATCH,
     MAX_DEPTH,
@@ -169,14 +169,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", metavar="DIR", help=about)
     parser.add_argument("--allow-finetuned", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository; read it first")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"),
-        default="auto",
-        help="of the backbone (auto: as saved; on a CPU fp32, or bf16 if saved so and the CPU has instructions for it;"
-        " int8, int4: its linear layers' weights, with optimum-quanto)",
-    )
-    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
+    add_precision(parser)
     parser.add_argument(
         "--capture",
         choices=("auto", "trace", "cuda-graph", "compile", "off"),
@@ -184,3 +177,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="how forward passes run without Python's overhead (auto: compiled layers and traces on a CPU,"
         " off elsewhere; compile: the same, but wait for the compiler)",
     )
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """The backbone's precision and the threads that compute in it."""
+    parser.add_argument(
+        "--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
+        help="of the backbone (auto: as saved; on a CPU fp32, or bf16 if saved so and the CPU has instructions for it;"
+        " int8, int4: its linear layers' weights, with optimum-quanto)",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")

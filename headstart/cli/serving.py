@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.arguments import DEPTH, THREADS, add_template_arguments, count
+from headstart.cli.arguments import DEPTH, THREADS, add_precision, add_template_arguments, count
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
@@ -70,13 +70,14 @@ def add_push(parser: argparse.ArgumentParser) -> None:
         "--bench", type=Path, action="extend", nargs="+", metavar="FILE", help="reports of headstart bench --json, for the model card"
     )
     parser.add_argument("--base-model", metavar="HUB_ID", help="the backbone's hub id, if the heads were trained on a local copy")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the weights (auto: as saved)")
 
 
 def push(args: argparse.Namespace) -> int:
     """Upload heads with a model card, or write the folder that would be uploaded."""
     from headstart.inference.serving.publish import Request, publish
 
-    where = publish(Request(args.heads, args.repo, args.private, args.dry_run, tuple(args.bench or ()), args.base_model))
+    where = publish(Request(args.heads, args.repo, args.private, args.dry_run, tuple(args.bench or ()), args.base_model, args.dtype))
     print(f"written to {where}, not uploaded; README.md is the model card" if args.dry_run else f"uploaded to {where}")
     return 0
 
@@ -96,13 +97,7 @@ def add_import_heads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
     parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to put on the backbone, as for Medusa-2")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"),
-        default="auto",
-        help="of the backbone (auto: as saved; on a CPU fp32, or bf16 if saved so and the CPU has instructions for it)",
-    )
-    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
+    add_precision(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
 
 

@@ -9,29 +9,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    import torch
-
-_treated: ContextVar[bool] = ContextVar("the CPU is treated as an accelerator", default=False)
+AS_ACCELERATOR: ContextVar[bool] = ContextVar("the CPU is treated as an accelerator", default=False)
+"""Where it is True, as in tests, sizes and kernels on the CPU are chosen as on an accelerator."""
 
 
 def is_accelerator(device: torch.device) -> bool:
     """True unless the device is the CPU."""
-    return device.type != "cpu" or _treated.get()
-
-
-@contextmanager
-def cpu_as_accelerator() -> Iterator[None]:
-    """Within this context, of this thread alone, sizes and kernels on the CPU are chosen as on an accelerator."""
-    token = _treated.set(True)
-    try:
-        yield
-    finally:
-        _treated.reset(token)
+    return device.type != "cpu" or AS_ACCELERATOR.get()
 
 
 def not_compilable(device: torch.device) -> str | None:
@@ -93,6 +80,4 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def bf16_instructions() -> bool:
     """True if the CPU multiplies bf16 numbers itself (x86 with AVX-512 BF16 or AMX)."""
-    import torch
-
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

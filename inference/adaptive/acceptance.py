@@ -27,7 +27,7 @@ FOLLOW = 0.04
 """Weight of a step's offset in the mean of the texts, from which the next text starts."""
 DRAFTS = 0.1
 """Weight of the last draft in the acceptance rates by depth and rank."""
-CAUTION = 0.6
+CAUTION = 0.3
 """Standard deviations of a text's offset by which drafts are expected to be worse than its mean says, before they are made."""
 LEAST_INFORMATION = 0.1
 """Precision that a draft adds at least, however sure its outcome was."""

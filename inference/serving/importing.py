@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.model_config import end_tokens, load_config
+from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata, save_drafter
 from headstart.heads.methods import construct_drafter, require_weights

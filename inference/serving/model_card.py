@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from headstart.heads.backbone.adapter import ADAPTER
-from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import SUFFIX, find_gguf
+from headstart.heads.backbone.shipped import resolve
 from headstart.heads.checkpoint import recipe_section
 from headstart.inference.bench.systems import ALONE, FIXED
 from headstart.inference.serving.engines import ENGINES, METHODS, Served, launch_line, readers
@@ -62,7 +62,7 @@ class Measured:
 def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
     """Return README.md for the repository ``repo``, with the backbone's licence, if it states one."""
     base, backbone = heads.base_model or heads.shown_backbone, heads.card["backbone"]
-    license, data = license_of(heads.base_model or backbone), _data(heads)
+    license, data = license_of(base) or license_of(backbone), _data(heads)
     metadata = ModelCardData(
         base_model=heads.base_model,
         license=license,
@@ -138,6 +138,7 @@ def _training(heads: Heads, data: list[str]) -> dict[str, Any]:
     return {
         "method": f"{METHODS.get(heads.method, heads.method)}: {arguments}" if arguments else "",
         "backbone": heads.shown_backbone,
+        "its weights": heads.card["contract"].get("precision"),
         "data": ", ".join(map(last_part, data)),
         **counts,
         "chat template": f"hash {given['chat_template']}" if given.get("chat_template") else "",

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, DRAFTER_ADAPTER
-from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.shipped import resolve
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.serving.engines import readers
 from headstart.inference.serving.export import PROVENANCE as EXPORTED
-from headstart.inference.serving.layouts.checkpoint import Checkpoint, method_of
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype, method_of
 from headstart.inference.serving.layouts.files import new_folder
 from headstart.inference.serving.layouts.layout import layouts_of
 from headstart.inference.serving.model_card import Measured, bench_figures, last_part, model_card, scrubbed, training_figures
 from headstart.support.errors import UserError
-from headstart.support.files import file_hash, settle
+from headstart.support.files import atomic, file_hash, settle
 from headstart.support.hub import inside, is_hub_id, upload
 from headstart.support.json_text import read_json
 
@@ -53,6 +53,8 @@ class Request:
     """Reports of ``headstart bench --json``."""
     base_model: str | None = None
     """The backbone's hub id, for heads trained on a local copy."""
+    dtype: Dtype = "auto"
+    """Of a checkpoint's weights; auto: as they are."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Heads:
     """Of an exported folder; None: a checkpoint."""
     quantize: str | None = None
     """Of an exported folder with weights in 8 bits: int8 or fp8."""
+    saved: Checkpoint | None = None
+    """None: an exported folder."""
 
     @property
     def shown_backbone(self) -> str:
@@ -90,14 +94,16 @@ def publish(request: Request) -> str:
     if request.base_model is not None:
         _require_repo_id("--base-model", request.base_model)
     heads = read_heads(request.heads, request.base_model)
+    if heads.saved is None and request.dtype != "auto":
+        raise UserError(f"{request.heads} is an export, whose dtype is that of headstart export --dtype; leave --dtype {request.dtype} out")
     measured: list[Measured] = [bench_figures(file, (heads.folder.resolve().name, heads.run.name)) for file in request.bench]
     card = model_card(heads, request.repo, measured + training_figures(heads.run, heads.card["provenance"]))
     if request.dry_run is not None:
         with new_folder(request.dry_run) as folder:
-            _place(heads, card, folder, copy=True)
+            _place(heads, card, folder, request.dtype, copy=True)
         return str(request.dry_run)
     with tempfile.TemporaryDirectory() as name:
-        _place(heads, card, Path(name), copy=False)
+        _place(heads, card, Path(name), request.dtype, copy=False)
         return upload(Path(name), request.repo, request.private)
 
 
@@ -108,7 +114,7 @@ def _require_repo_id(what: str, repo: str) -> None:
         raise UserError(f"{what} {repo!r} is not a repository's name ({' '.join(str(error).split())}); give USER/NAME") from None
 
 
-def _place(heads: Heads, card: str, folder: Path, copy: bool) -> None:
+def _place(heads: Heads, card: str, folder: Path, dtype: Dtype, copy: bool) -> None:
     """Fill a folder with the files and the card; ``copy`` False: by links, except what is changed."""
     backbone = heads.card["backbone"]
     known = {name: heads.shown_backbone for name in (backbone, resolve(backbone)) if name}
@@ -122,6 +128,20 @@ def _place(heads: Heads, card: str, folder: Path, copy: bool) -> None:
         else:
             target.symlink_to(source.resolve())
     (folder / "README.md").write_text(card, encoding="utf-8")
+    if heads.saved is not None and dtype != "auto":
+        _cast(heads.saved, folder, dtype)
+
+
+def _cast(saved: Checkpoint, folder: Path, dtype: Dtype) -> None:
+    """Replace a published checkpoint's weights by those in ``dtype``, with what is said of them."""
+    config, tensors = saved.cast(dtype)
+    file, metadata = folder / saved.card["weights"]["file"], read_json(folder / METADATA, AGAIN)
+    with atomic(file) as temporary:  # which gives it the usual permissions
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    metadata["weights"]["sha256"] = file_hash(file)
+    stated = read_json(folder / "config.json", AGAIN) | {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+    for name, content in ((METADATA, metadata), ("config.json", stated)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_heads(path: Path, base_model: str | None) -> Heads:
@@ -149,7 +169,9 @@ def _checkpoint(path: Path, base_model: str | None) -> Heads:
     reading = {engine for one in layouts_of(method) for engine in one.engines if engine not in one.unread(saved)}
     engines = tuple(engine for engine in readers(method) if engine in reading)
     names = {file.relative_to(path) for pattern in SAVED for file in path.glob(pattern) if file.is_file()}
-    return Heads(path, method, card, base_model or _hub_id(backbone), saved.depth, engines, tuple(sorted(names)), path.resolve())
+    return Heads(
+        path, method, card, base_model or _hub_id(backbone), saved.depth, engines, tuple(sorted(names)), path.resolve(), saved=saved
+    )
 
 
 def _exported(path: Path, base_model: str | None) -> Heads:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from headstart.cli.main import COMMANDS
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.shipped import resolve
 from headstart.heads.methods import build_drafter
 
 ROOT = Path(__file__).parents[2]

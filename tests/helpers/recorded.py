@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.kv.rows import FixedMemory, is_same_memory
 from headstart.inference.capture import capture as capturing
 from headstart.inference.capture.cuda_graph import AtFixedAddresses
-from headstart.support.devices import cpu_as_accelerator
+from headstart.support.devices import AS_ACCELERATOR
 
 FORBIDDEN = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "unique", "lift_fresh")
 """Operations that wait for the device, or copy more than a number from the host's memory."""
@@ -97,6 +98,16 @@ def spoil(results: list[Tensor]) -> None:
 def shallow() -> Backbone:
     """A backbone of two layers, since operations are done one by one here."""
     return Backbone(tiny("llama", num_hidden_layers=2))
+
+
+@contextmanager
+def cpu_as_accelerator() -> Iterator[None]:
+    """Within this context, of this thread alone, the CPU is treated as an accelerator."""
+    token = AS_ACCELERATOR.set(True)
+    try:
+        yield
+    finally:
+        AS_ACCELERATOR.reset(token)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from architectures import Architecture, served
 from every_head import VARIANTS, every_head
 from families import left_padded, prompts, random_drafter, say, tiny
-from recorded import Recorded, shallow
+from recorded import Recorded, cpu_as_accelerator, shallow
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
@@ -28,7 +28,6 @@ from headstart.inference.self_check import check
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.source import Draft
 from headstart.inference.speculation.speculation import Speculation
-from headstart.support.devices import cpu_as_accelerator
 
 SMALLER = {"draft_vocab_size": 20}
 """The variants' draft vocabulary is larger than these backbones' vocabulary."""

@@ -11,7 +11,7 @@ import torch
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.embedded import HEADS, resolve, resolve_heads
+from headstart.heads.backbone.shipped import HEADS, resolve, resolve_heads
 from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel

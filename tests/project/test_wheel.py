@@ -44,8 +44,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_holds_the_data_that_the_code_reads(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "headstart/recipes/quickstart/backbone").iterdir() if path.is_file()}
-    assert files and files <= names
+    for folder in ("quickstart/backbone", "quickstart/heads/eagle3", "smollm2/heads"):
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "headstart/recipes" / folder).iterdir() if path.is_file()}
+        assert files and files <= names, folder
     assert "headstart/support/page.html.j2" in names
     assert {"headstart/recipes/schema.json", "headstart/recipes/qwen3-8b/eagle3.yaml", "headstart/py.typed"} <= names
     assert "headstart/inference/compiled/kernels.cpp" in names

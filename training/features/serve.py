@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.training.features.served import extracted, served_name

@@ -12,8 +12,8 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.shipped import resolve
 from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import training_step
 from headstart.training.recipe.recipe import Recipe

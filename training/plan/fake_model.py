@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.model_config import attention_kernel
+from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
 from headstart.heads.lora import add_lora, lora_weights

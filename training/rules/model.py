@@ -9,10 +9,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.heads.backbone.embedded import EMBEDDED
 from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.model_config import empty_model
 from headstart.heads.backbone.probes import decoder_layers, layer_kinds, refusal_of
+from headstart.heads.backbone.shipped import EMBEDDED
 from headstart.support.errors import UserError
 from headstart.training.features.backbone import read_config
 from headstart.training.plan.compute import active_parameters

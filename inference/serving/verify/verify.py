@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
+from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.generate import SpeculativeModel, load

@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.shipped import resolve
 from headstart.inference.serving.verify.drafts import EngineSettings, Round, Transcript
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder

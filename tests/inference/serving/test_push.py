@@ -7,15 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from families import random_drafter, tiny
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from ruamel.yaml import YAML
+from safetensors.torch import load_file
 
 import headstart.support.hub as hub
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.checkpoint import push_drafter, read_metadata
+from headstart.heads.checkpoint import read_metadata
 from headstart.inference.serving.model_card import last_part
+from headstart.support.files import file_hash
 
 SECRET = "/home/someone/secret"
 EVAL = {"prompts": 8, "max_new_tokens": 64, "temperature": 0.7, "nodes": 24, "width": 8}
@@ -86,6 +89,16 @@ def test_a_dry_run_writes_what_would_be_uploaded(heads, tmp_path, capsys):
     assert after["weights"] == before["weights"] and after["backbone"] == "tiny-llama" and after["contract"] == before["contract"]
 
 
+def test_the_weights_are_published_in_half_the_bytes(heads, tmp_path):
+    assert main(["push", str(heads), "me/x", "--dry-run", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
+    whole, half = load_file(heads / "model.safetensors"), load_file(tmp_path / "bf16" / "model.safetensors")
+    assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole if whole[name].is_floating_point())
+    config, file = json.loads((tmp_path / "bf16" / "config.json").read_text()), tmp_path / "bf16" / "model.safetensors"
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert file.stat().st_mode == (tmp_path / "bf16" / "config.json").stat().st_mode
+    assert read_metadata(tmp_path / "bf16")[1]["weights"]["sha256"] == file_hash(file)
+
+
 def test_figures_are_those_that_were_measured(heads, tmp_path):
     log = [{"step": 20, "tau": 1.5, "acceptance_per_depth": [0.4]}, {"step": 40, "tau": 2.125, "acceptance_per_depth": [0.7, 0.425]}]
     run = save(tmp_path / "run", tau=2.125)
@@ -149,6 +162,7 @@ def test_an_exported_folder(tmp_path, capsys):
     assert metadata["tags"] == ["speculative-decoding", "eagle3", "headstart"] and "vllm serve tiny-llama" in text
     assert "headstart import me/x --backbone tiny-llama" in text and "| layout | eagle3 |" in text and "24 nodes, width 8 | 1.50" in text
     assert "SGLang" not in text and "| weights of the decoder layers | fp8 |" in text  # exported for vLLM
+    assert "whose dtype is that of headstart export --dtype; leave --dtype bf16 out" in refused(capsys, exported, "me/x", "--dtype", "bf16")
     files = {file.name: file for file in (tmp_path / "out").iterdir()}
     assert files.keys() == {"README.md", "config.json", "headstart_export.json", "model.safetensors"}
     assert str(tmp_path) not in files["headstart_export.json"].read_text() + files["config.json"].read_text()
@@ -182,10 +196,6 @@ def test_an_upload_is_the_dry_run(heads, tmp_path, monkeypatch, capsys):
     main(["push", str(heads), "me/x", "--dry-run", str(tmp_path / "out")])
     out = tmp_path / "out"
     assert to.files == {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    to = Hub()
-    on = Backbone(tiny("llama"))
-    push_drafter(random_drafter("medusa", on), "me/y", False)
-    assert "headstart.json" in to.files and to.created == {"repo": "me/y", "private": False}
 
 
 def response(status: int) -> HfHubHTTPError:
