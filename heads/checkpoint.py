@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, DRAFTER_ADAPTER
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.fingerprint import VERSION
-from headstart.heads.backbone.fingerprint import same_weights as same_weights
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.backbone.shipped import resolve_heads
 from headstart.heads.base import Drafter

@@ -183,7 +183,6 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     """The backbone's precision and the threads that compute in it."""
     parser.add_argument(
         "--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
-        help="of the backbone (auto: as saved; on a CPU fp32, or bf16 if saved so and the CPU has instructions for it;"
-        " int8, int4: its linear layers' weights, with optimum-quanto)",
+        help="of the backbone (auto: as saved; on a CPU bf16 only if it has instructions for it; int8, int4: by optimum-quanto)",
     )  # fmt: skip
     parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")

@@ -22,7 +22,7 @@ from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache
 from headstart.heads.kv.rows import pad_rows, padded_rows
 from headstart.heads.kv.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.capture.onednn import OneDNNProducts, available
+from headstart.inference.capture.onednn import OneDNNProducts, available, packs_alike
 from headstart.inference.engine.compiled_read import compiled_read
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import CandidateTree, graph_size
@@ -52,7 +52,8 @@ class Reader:
         self.compiled = compiled_read(self, self._read) if unless is None else None
         self._prefill: Callable[[None, Tensor], Any] = self._alike(self._prefilled)
         if not capturer.accelerator and backbone.recurrent is None:  # there every length would be captured apart
-            self._prefill = capturer.capture(self._prefill, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE)
+            module = backbone.model if packs_alike(backbone.dtype) else None  # a prompt has the same bits before it is captured
+            self._prefill = capturer.capture(self._prefill, "prefill", module, unless, calls_per_step=PREFILL_PATIENCE)
         self._noise = capturer.capture(self._gumbel, "sampling noise")
 
     @property

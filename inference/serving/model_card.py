@@ -6,12 +6,13 @@ Figures are from reports of `headstart bench` and from the run's last evaluation
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 
 from headstart.heads.backbone.adapter import ADAPTER
 from headstart.heads.backbone.gguf_file import SUFFIX, find_gguf
@@ -157,18 +158,18 @@ def license_of(backbone: str) -> str | None:
     if (gguf := find_gguf(backbone)) is not None:
         return str(gguf.header.metadata.get("general.license") or "") or None
     folder = Path(resolve(backbone))
-    for name in LICENSE_FILES:
-        file = folder / name if folder.is_dir() else _fetched(backbone, name)
-        if file is not None and file.is_file() and (found := _stated_license(file)) is not None:
-            return found
+    with suppress(OSError, ValueError):  # no network, which is not tried again for every file, or no hub id
+        for name in LICENSE_FILES:
+            file = folder / name if folder.is_dir() else _fetched(backbone, name)
+            if file is not None and file.is_file() and (found := _stated_license(file)) is not None:
+                return found
     return None
 
 
 def _fetched(repo: str, name: str) -> Path | None:
-    try:
+    with suppress(HfHubHTTPError):  # no such file or repository
         return Path(hf_hub_download(repo, name))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):  # no such file or repository, no network, no hub id
-        return None
+    return None
 
 
 def _stated_license(file: Path) -> str | None:

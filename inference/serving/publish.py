@@ -169,9 +169,8 @@ def _checkpoint(path: Path, base_model: str | None) -> Heads:
     reading = {engine for one in layouts_of(method) for engine in one.engines if engine not in one.unread(saved)}
     engines = tuple(engine for engine in readers(method) if engine in reading)
     names = {file.relative_to(path) for pattern in SAVED for file in path.glob(pattern) if file.is_file()}
-    return Heads(
-        path, method, card, base_model or _hub_id(backbone), saved.depth, engines, tuple(sorted(names)), path.resolve(), saved=saved
-    )
+    known = base_model or _hub_id(backbone)
+    return Heads(path, method, card, known, saved.depth, engines, tuple(sorted(names)), path.resolve(), saved=saved)
 
 
 def _exported(path: Path, base_model: str | None) -> Heads:

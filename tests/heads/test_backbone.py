@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from shrink import shrunk
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.checkpoint import same_weights
+from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.layers.start_values import layer_weights
 from headstart.inference.serving.layouts.reader.base import Target
 from headstart.support.errors import UserError

@@ -16,9 +16,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from headstart.heads.backbone import gguf_file
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
+from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import load_config
-from headstart.heads.checkpoint import same_weights
 from headstart.support.errors import UserError
 
 Made = tuple[LlamaForCausalLM, PreTrainedTokenizerBase]

@@ -37,6 +37,17 @@ def test_a_captured_prefill_gives_what_an_uncaptured_one_does(family: str, dtype
     assert prefill.captures_made == 2 and prefill.fallback is None, "one for a single row, one for several, at any length"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_prompt_has_the_same_bits_before_it_is_captured(dtype: torch.dtype) -> None:
+    """Of a model of SmolLM2's widths: with AMX, packed weights change the order of sums over as many inputs in as many rows."""
+    model = tiny("llama", hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    on = Backbone(model.to(dtype))
+    plain, captured = Reader(on, TAPS, Capturer("off", CPU)), Reader(on, TAPS, Capturer("trace", CPU))
+    for length in (61, 177, 222, 227, 240, 247, 247, 222):
+        tokens_BT = texts(1, length, length)
+        assert all(map(torch.equal, numbers(captured, tokens_BT, [length]), numbers(plain, tokens_BT, [length]))), length
+
+
 def test_prefill_is_captured_late() -> None:
     """It runs once a prompt, so its capture pays after about a hundred of them."""
     capturer = Capturer("auto", CPU)

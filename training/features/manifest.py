@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.checkpoint import same_weights
+from headstart.heads.backbone.fingerprint import same_weights
 from headstart.support.chat.template import template_hash
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import random_drafter, tiny
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
@@ -17,6 +17,7 @@ import headstart.support.hub as hub
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import read_metadata
+from headstart.inference.serving import model_card
 from headstart.inference.serving.model_card import last_part
 from headstart.support.files import file_hash
 
@@ -135,6 +136,19 @@ def test_the_backbones_licence(heads, tmp_path, file, text, license):
     assert main(["push", str(copied), "me/x", "--dry-run", str(tmp_path / "out")]) == 0
     metadata, shown = card(tmp_path / "out")
     assert metadata.get("license") == license and ("was not found" in shown) == (license is None)
+    main(["push", str(copied), "me/x", "--dry-run", str(tmp_path / "b"), "--base-model", "org/tiny-llama"])  # which is not reached
+    assert card(tmp_path / "b")[0].get("license") == license, "the local copy's"
+
+
+def test_a_hub_that_is_not_reached_is_asked_once(monkeypatch):
+    asked = []
+
+    def fetch(repo: str, name: str) -> str:
+        asked.append(name)
+        raise LocalEntryNotFoundError("no connection")  # after tries that take half a minute
+
+    monkeypatch.setattr(model_card, "hf_hub_download", fetch)
+    assert model_card.license_of("org/tiny-llama") is None and len(asked) == 1
 
 
 def test_engines_that_would_draft_other_tokens_are_left_out(tmp_path):
