@@ -130,7 +130,7 @@ def require_savable(drafter: Drafter) -> None:
 def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """Return the local folder of a checkpoint and its ``headstart.json``.
 
-    ``path``: a folder, a hub id, which is downloaded, or ``embedded`` or ``embedded-mlp``, the heads that ship with the package.
+    ``path``: a folder, a hub id, which is downloaded, or the name of heads that ship with the package (`resolve_heads`).
     """
     folder = resolve_heads(str(path)) or find_folder(path, "heads")
     settle(folder)
