@@ -62,8 +62,8 @@ class Measured:
 
 def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
     """Return README.md for the repository ``repo``, with the backbone's licence, if it states one."""
-    base, backbone = heads.base_model or heads.shown_backbone, heads.card["backbone"]
-    license, data = license_of(base) or license_of(backbone), _data(heads)
+    base, backbone, data = heads.base_model or heads.shown_backbone, heads.card["backbone"], _data(heads)
+    license = license_of(heads.base_model or backbone) or (license_of(backbone) if heads.base_model not in (None, backbone) else None)
     metadata = ModelCardData(
         base_model=heads.base_model,
         license=license,

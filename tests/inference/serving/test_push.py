@@ -140,15 +140,18 @@ def test_the_backbones_licence(heads, tmp_path, file, text, license):
     assert card(tmp_path / "b")[0].get("license") == license, "the local copy's"
 
 
-def test_a_hub_that_is_not_reached_is_asked_once(monkeypatch):
+def test_a_hub_that_is_not_reached_is_asked_once_and_for_no_folders_name(heads, tmp_path, monkeypatch):
     asked = []
 
     def fetch(repo: str, name: str) -> str:
-        asked.append(name)
+        asked.append(repo)
         raise LocalEntryNotFoundError("no connection")  # after tries that take half a minute
 
     monkeypatch.setattr(model_card, "hf_hub_download", fetch)
-    assert model_card.license_of("org/tiny-llama") is None and len(asked) == 1
+    main(["push", str(heads), "me/x", "--dry-run", str(tmp_path / "a")])
+    assert "tiny-llama" not in asked, "a folder's name is no repository's"
+    asked.clear()
+    assert model_card.license_of("org/tiny-llama") is None and asked == ["org/tiny-llama"]
 
 
 def test_engines_that_would_draft_other_tokens_are_left_out(tmp_path):
