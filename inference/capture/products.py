@@ -8,14 +8,12 @@ gate and up) become one product with packed weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from headstart.inference.capture import onednn
-from headstart.inference.capture.folding import fold
-from headstart.inference.capture.graph_builder import GraphBuilder, constant_tensor
 from headstart.inference.capture.packed import PackedWeight, pack
 
 
@@ -23,8 +21,11 @@ class ProductFunction:
     """A traced function with oneDNN's products; ``packed``: with packed weights."""
 
     def __init__(self, traced: Any, packed: bool) -> None:
-        self.weights: list[PackedWeight] = []
-        self.traced = fold(traced, lambda graph: self.weights.extend(use_products(graph, packed)))
+        graph, passes = traced.copy(), cast(Any, torch._C)
+        self.weights = use_products(graph, packed)
+        passes._jit_pass_dce(graph)
+        passes._jit_pass_cse(graph)
+        self.traced = passes._create_function_from_graph("pass", graph)
         self._packed = [weight.packed for weight in self.weights]
 
     @property
@@ -60,7 +61,7 @@ class Layer(NamedTuple):
 
     def packable(self) -> tuple[Tensor, Tensor | None] | None:
         """The weight ``[N, K]`` and bias, if they are constants that can be packed."""
-        weight, bias_N = constant_tensor(self.weight), constant_tensor(self.bias)
+        weight, bias_N = _constant(self.weight), _constant(self.bias)
         if weight is None or weight.device.type != "cpu" or (bias_N is None and not self.bias.node().mustBeNone()):
             return None
         return (weight.t() if self.transposed else weight, bias_N) if onednn.available(weight.dtype) else None
@@ -81,13 +82,11 @@ def use_products(graph: Any, packed: bool) -> list[PackedWeight]:
         value.setType(torch._C.TensorType.get())
         parts = [one for layer in group if (one := layer.packable()) is not None]
         weights.append(pack(*zip(*parts, strict=True)))
-        build = GraphBuilder(graph, group[0].node)
-        _replace(build, group, value, build.constant(weights[-1].bias_N), weights[-1].sizes)
+        _replace(graph, group, value, _insert_constant(graph, group[0].node, weights[-1].bias_N), weights[-1].sizes)
     for layer in _layers(graph):  # in bf16 torch calls oneDNN itself
         if layer.weight.type().dtype() == torch.float32 and layer.weight.type().device().type == "cpu" and onednn.available(torch.float32):
-            build = GraphBuilder(graph, layer.node)
-            weight = build.node("aten::t", [layer.weight]) if layer.transposed else layer.weight
-            _replace(build, [layer], weight, layer.bias, ())
+            weight = _insert(graph, layer.node, "aten::t", layer.weight) if layer.transposed else layer.weight
+            _replace(graph, [layer], weight, layer.bias, ())
     return weights
 
 
@@ -99,10 +98,39 @@ def _layers(graph: Any) -> Iterator[Layer]:
             yield Layer(node, (1, 2, 0), transposed=True)
 
 
-def _replace(build: GraphBuilder, group: Sequence[Layer], weight: Any, bias: Any, sizes: Sequence[int]) -> None:
-    scalars = build.node("prim::ListConstruct", [], torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
-    out = build.node("mkldnn::_linear_pointwise", [group[0].x, weight, bias, build.constant("none"), scalars, build.constant("")])
-    outs = [out] if len(group) == 1 else build.parts(out, sizes)
-    for layer, value in zip(group, outs, strict=True):
-        layer.node.output().replaceAllUsesWith(value)
+def _replace(graph: Any, group: Sequence[Layer], weight: Any, bias: Any, sizes: Sequence[int]) -> None:
+    """Put one product in place of the layers, whose outputs have these sizes."""
+    first = group[0].node
+    none, empty = (_insert_constant(graph, first, value) for value in ("none", ""))
+    scalars = _insert(graph, first, "prim::ListConstruct", of=torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
+    out = _insert(graph, first, "mkldnn::_linear_pointwise", group[0].x, weight, bias, none, scalars, empty)
+    at = 0
+    for layer, size in zip(group, sizes or (0,), strict=True):
+        part = out
+        if len(group) > 1:
+            part = _insert(graph, first, "aten::narrow", out, *(_insert_constant(graph, first, number) for number in (-1, at, size)))
+            at += size
+        layer.node.output().replaceAllUsesWith(part)
+    for layer in group:
         layer.node.destroy()
+
+
+def _insert(graph: Any, before: Any, kind: str, *inputs: Any, of: Any = None) -> Any:
+    """Insert an operation before a node of the graph; returns its output, a tensor unless another type is given."""
+    node = graph.create(kind, list(inputs), 1)
+    node.insertBefore(before)
+    node.output().setType(of or torch._C.TensorType.get())
+    return node.output()
+
+
+def _insert_constant(graph: Any, before: Any, value: Any) -> Any:
+    with graph.insert_point_guard(before):
+        return graph.insertConstant(value)
+
+
+def _constant(value: Any) -> Tensor | None:
+    """The tensor if a graph's value is a constant one."""
+    if value.node().kind() != "prim::Constant" or value.node().mustBeNone():
+        return None
+    held = value.toIValue()
+    return held if isinstance(held, Tensor) else None

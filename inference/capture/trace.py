@@ -1,23 +1,32 @@
-"""Backend ``trace``: TorchScript on a CPU, with size arithmetic folded and linear layers with packed weights.
+"""Backend ``trace``: TorchScript on a CPU, with packed weights. For passes that are not compiled: where there is no C++ compiler, before
+compiled layers are ready, and of kinds that have none (`engine/compiled_read.py`).
 
-A small model spends most of a forward pass in Python, launching some hundred operations; replaying them from a trace takes a half to a
-third of the time. A trace works for new sizes without retracing.
+A small model spends most of a forward pass in Python, launching some hundred operations; replaying them from a trace takes half the time.
+A trace works for new sizes without retracing. `torch.jit.trace` is not used: it keeps the graph of every trace, some MB of a model's
+forward pass, until the process ends.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
-from functools import cached_property
-from typing import Any
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, cached_property
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from headstart.heads.backbone.tree_attention import LONG
 from headstart.inference.capture.backend import Backend, Call, Capture, Flat, Function, sizes_of_one
-from headstart.inference.capture.folding import missing_functions, trace, untracked
 from headstart.inference.capture.packed import fits_in_memory
 from headstart.inference.capture.products import ProductFunction
+
+PASSES = ("_jit_pass_dce", "_jit_pass_cse")
+TYPES = ("ListType", "NumberType", "OptionalType", "TensorType")
+KEYS = ("DispatchKey", "DispatchKeySet", "_ExcludeDispatchKeyGuard")
+PRIVATE = (*PASSES, "_create_graph_by_tracing", "_create_function_from_graph", *TYPES, *KEYS)
+"""Names of `torch._C` with which graphs are made, changed and run, here and in products.py; they may change between releases."""
 
 
 class Trace(Backend):
@@ -35,7 +44,7 @@ class Trace(Backend):
             return "torch.jit does not support Python 3.14 and later"
         if getattr(getattr(torch, "jit", None), "optimized_execution", None) is None:
             return f"{version} has no torch.jit.optimized_execution"
-        if missing := missing_functions():
+        if missing := [f"torch._C.{name}" for name in PRIVATE if getattr(torch._C, name, None) is None]:
             return f"{version} lacks {', '.join(missing)}, with which traces are made"
         return None
 
@@ -71,5 +80,30 @@ class _Traced(Capture):
 
     def __call__(self, call: Call) -> Any:
         # TorchScript's own optimisation costs half a second at the first replay and does not make later ones faster.
-        with torch.jit.optimized_execution(False), untracked():
+        with torch.jit.optimized_execution(False), _untracked():
             return self.build(iter(self.traced(*call.leaves)))
+
+
+def trace(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Any:
+    """The graph of the function's operations as called with these inputs."""
+    passes = cast(Any, torch._C)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)  # of branches on sizes: see `Capture.compare`
+        graph, _ = passes._create_graph_by_tracing(function, tuple(inputs), lambda value: "", True, False, None, [])
+    return graph
+
+
+def _untracked() -> Any:
+    """A context without autograd's bookkeeping of views and in-place writes, which `torch.no_grad` keeps: a tenth of a small model's step.
+
+    So has `torch.inference_mode`, but its tensors cannot be changed in place outside, as logits processors do.
+    """
+    passes = cast(Any, torch._C)
+    return passes._ExcludeDispatchKeyGuard(_tracking())
+
+
+@cache
+def _tracking() -> Any:
+    passes = cast(Any, torch._C)
+    key, keys = passes.DispatchKey, passes.DispatchKeySet
+    return keys(key.ADInplaceOrView) | keys(key.AutogradFunctionality) | keys(key.AutogradOther)

@@ -15,7 +15,7 @@ from test_capture import CPU, Counted, captured_by
 from torch import Tensor
 
 from headstart.inference.capture import capture as capturing
-from headstart.inference.capture import folding, products, trace
+from headstart.inference.capture import products, trace
 from headstart.inference.capture.capture import PATIENCE, Capturer, CaptureReport
 from headstart.inference.capture.trace import Trace
 from headstart.inference.engine.tree import TreeShape
@@ -132,10 +132,10 @@ def test_a_torch_without_torch_jit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no torch.jit.optimized_execution" in str(Capturer("auto", CPU).report().fallback)
 
 
-def test_no_private_function_of_folding_goes_unlisted() -> None:
-    source = "".join(Path(file.__file__).read_text() for file in (folding, products))
+def test_no_private_function_goes_unlisted() -> None:
+    source = "".join(Path(file.__file__).read_text() for file in (trace, products))
     used = set(re.findall(r"(?:passes|torch\._C)\.(\w+)", source))
-    assert used == set(folding.PRIVATE)
+    assert used == set(trace.PRIVATE)
 
 
 def test_off_is_off() -> None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture import onednn, packed, trace
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.capture.folding import trace as traced
 from headstart.inference.capture.onednn import OneDNNProducts
 from headstart.inference.capture.packed import fits_in_memory, multiply, pack
 from headstart.inference.capture.products import ProductFunction
+from headstart.inference.capture.trace import trace as traced
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
