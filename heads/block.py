@@ -142,7 +142,7 @@ class Block(Drafter):
         hidden = list(self._blocks(features, at, tokens_MK[:, 0]).unbind(1))
         if self.config.correction != "recurrent":
             return hidden
-        path_MG, corrected = hidden[0].new_zeros(len(tokens_MK), self.prefix_gru.hidden_size), []
+        path_MG, corrected = hidden[0].new_zeros(tokens_MK.shape[0], self.prefix_gru.hidden_size), []
         for k, hidden_MD in enumerate(hidden):
             path_MG = self._advance(tokens_MK[:, k], path_MG)
             corrected.append(self._correct(hidden_MD, path_MG, k))
@@ -208,7 +208,7 @@ class Block(Drafter):
         hidden_B1D = state.block_BKD[:, depth : depth + 1]
         if self.config.correction == "markov":
             return hidden_B1D, state
-        start_B1G = hidden_B1D.new_zeros(len(tokens_BN), 1, self.prefix_gru.hidden_size)
+        start_B1G = hidden_B1D.new_zeros(tokens_BN.shape[0], 1, self.prefix_gru.hidden_size)
         before_BNG = of_parents(start_B1G, state.paths_BNG if depth else None, parents_BN)
         paths_BNG = self._advance(tokens_BN, before_BNG)
         hidden_BND = hidden_B1D.expand(-1, tokens_BN.shape[1], -1)

@@ -43,7 +43,7 @@ class Decoder:
         self.reader, self.speculation, self.request, self.shape, self.seeds_B = reader, speculation, request, shape, seeds_B
         self.prompts, self.batch, self.device = Prompts(request, reader), batch, request.ids_BT.device
         self.texts = Texts(request)
-        self.noise = None if seeds_B is None else NoiseBuffer(reader.noise, reader.backbone.vocab, seeds_B)
+        self.noise = None if seeds_B is None else NoiseBuffer(reader.backbone.vocab, seeds_B)
         self.waiting = list(self.texts.of)
         self.rows: list[int] = []
         """The number of each row's sequence."""

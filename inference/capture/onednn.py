@@ -3,7 +3,7 @@
 A row has the same bits among any number of rows from two to the 64 of a tree, with weights as they lie in memory and with packed ones
 (packed.py). `F.linear` in bf16 calls the same kernels. In fp32 it calls MKL, whose sums depend on the number of rows: hence the mode.
 On CPUs with AMX, oneDNN adds up a single row of fewer than 64 inputs in another order, and more than 32 rows of more than about 600 inputs
-(a batch of trees): one number in 10,000 then differs in its last bit. For such rows the order depends on the packing too (`packs_alike`).
+(a batch of trees): one number in 10,000 then differs in its last bit. For such rows the order depends on the packing too.
 
 Shape suffixes: R rows, N outputs, K inputs.
 """
@@ -41,11 +41,6 @@ def available(dtype: torch.dtype) -> bool:
     except (RuntimeError, AttributeError):  # the operator is not in this build of torch, or not for this processor
         return False
     return dtype in DTYPES and all(torch.equal(one, F.linear(x_RK, weight_NK)) for one in products)
-
-
-def packs_alike(dtype: torch.dtype) -> bool:
-    """True if more than 32 rows, as of a prompt, get the same bits with packed weights as with those in memory."""
-    return dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported()
 
 
 class OneDNNProducts(TorchFunctionMode):

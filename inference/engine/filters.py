@@ -47,12 +47,13 @@ class Filters:
         if self.top_k_1 is not None:
             V = logits_NV.shape[-1]
             largest_NK = logits_NV.topk(min(self.top_k_size, V)).values
-            index_N1 = (self.top_k_1.clamp(max=V) - 1).expand(len(logits_NV), 1)
+            index_N1 = (self.top_k_1.clamp(max=V) - 1).expand(logits_NV.shape[0], 1)
             logits_NV = logits_NV.masked_fill(logits_NV < largest_NK.gather(1, index_N1), -math.inf)
         if self.left_out_1 is not None:
             ascending_NV = logits_NV.sort(-1)
             out_NV = ascending_NV.values.softmax(-1).cumsum(-1) <= self.left_out_1
-            out_NV[:, -1:] = False
+            last = logits_NV.shape[-1] - 1
+            out_NV = out_NV & (torch.arange(last + 1, device=out_NV.device) < last)  # an assignment of False would not be compiled
             logits_NV = logits_NV.masked_fill(out_NV.scatter(1, ascending_NV.indices, out_NV), -math.inf)
         if self.min_p_1 is not None:
             probs_NV = logits_NV.softmax(-1)

@@ -1,4 +1,4 @@
-"""The backbone's forward passes during decoding: prefill, and verification of tree nodes with a tree mask. Both are captured functions.
+"""The backbone's forward passes during decoding: prefill, and verification of tree nodes with a tree mask, which is a captured function.
 
 Shape suffixes: B batch, T positions, N nodes of this pass, M nodes with slots (the N included), S slots, D width, V vocabulary.
 """
@@ -19,17 +19,14 @@ from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
 from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache
-from headstart.heads.kv.rows import pad_rows, padded_rows
+from headstart.heads.kv.rows import pad_rows
 from headstart.heads.kv.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.capture.onednn import OneDNNProducts, available, packs_alike
+from headstart.inference.capture.onednn import OneDNNProducts, available
 from headstart.inference.engine.compiled_read import compiled_read
-from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import CandidateTree, graph_size
 from headstart.support.pytree import list_tensors, map_tensors
 
-PREFILL_PATIENCE = 8
-"""Prefills that count as one decoding step before they are captured: that takes as long as it saves in about a hundred of them."""
 EQUAL_ROWS = 4
 """On a CPU a single row is computed as so many equal ones. oneDNN adds up the products of a single row with more than 1,024 inputs in
 another order than those of several, so that a plain step would round otherwise than a tree. Two would do; its kernels take less time for
@@ -50,11 +47,7 @@ class Reader:
         unless = None if backbone.rope_limit is None else "its rotary frequencies depend on the context length"
         self.read = capturer.capture(self._alike(self._read), "verification", backbone.model, unless)
         self.compiled = compiled_read(self, self._read) if unless is None else None
-        self._prefill: Callable[[None, Tensor], Any] = self._alike(self._prefilled)
-        if not capturer.accelerator and backbone.recurrent is None:  # there every length would be captured apart
-            module = backbone.model if packs_alike(backbone.dtype) else None  # a prompt has the same bits before it is captured
-            self._prefill = capturer.capture(self._prefill, "prefill", module, unless, calls_per_step=PREFILL_PATIENCE)
-        self._noise = capturer.capture(self._gumbel, "sampling noise")
+        self._prefill = self._alike(self._prefilled)
 
     @property
     def made(self) -> str:
@@ -62,18 +55,6 @@ class Reader:
         if self.compiled is not None and self.compiled.active:
             return "compiled"
         return "captured" if self.read.captures_made else ""
-
-    def _gumbel(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
-        return gumbel(seeds_B, positions_BP, self.backbone.vocab)
-
-    def noise(self, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
-        """The noise ``[B, P, V]`` for the tokens at those positions."""
-        B, P = positions_BP.shape
-        if self.memory is not None:
-            rows = padded_rows(B)
-            seeds_B, positions_BP = pad_rows(seeds_B, rows), pad_rows(pad_rows(positions_BP, rows), graph_size(P), 1)
-        noise_BPV: Tensor = self._noise(None, seeds_B, positions_BP)
-        return noise_BPV[:B, :P]
 
     def start(self, positions: int) -> None:
         """Start a call; ``positions``: how long a row may become, trees included."""
@@ -89,7 +70,7 @@ class Reader:
         return self._prompts(tokens_BT, lengths_B)
 
     def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
-        features, layers, states = self._prefill(None, tokens_BT)
+        features, layers, states = self._prefill(tokens_BT)
         if len(tokens_BT) > 1:
             place_BT = self._places(tokens_BT)
             features = features.gather(place_BT, place_BT < lengths_B[:, None])
@@ -113,7 +94,7 @@ class Reader:
     def _places(tokens_BT: Tensor) -> Tensor:
         return torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
 
-    def _prefilled(self, held: None, tokens_BT: Tensor) -> tuple[Features, Layers, States | None]:
+    def _prefilled(self, tokens_BT: Tensor) -> tuple[Features, Layers, States | None]:
         """The features of the prompts' tokens, keys and values of every layer, and the states of recurrent ones."""
         recurrent = self.backbone.recurrent
         # Without the model's configuration, sliding-window layers keep all of their keys.

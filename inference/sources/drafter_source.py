@@ -55,10 +55,8 @@ def _first_level_agrees(results: Sequence[Tensor], others: Sequence[Tensor]) -> 
 
 
 def _shapes(call: Call) -> list[Shape] | None:
-    """The sizes of a call for one row: the slots of its caches, and of tables for their positions, change, and the number of features."""
-    if call.inputs[-3].tokens_BW.shape[0] != 1:
-        return None
-    held = call.leaves[: call.held_leaves]
+    """The sizes of a call: rows (but one row is apart), the slots of caches and of tables for their positions, and features change."""
+    rows, held = call.inputs[-3].tokens_BW.shape[0], call.leaves[: call.held_leaves]
     slots = {leaf.shape[-2] for leaf in held if leaf.dim() >= 3 and leaf.shape[-2] % STEP == 0}
     if len(slots) > 1:
         return None
@@ -73,7 +71,9 @@ def _shapes(call: Call) -> list[Shape] | None:
     found += [tuple(leaf.shape) for leaf in call.leaves[call.held_leaves :]]
     for place, leaf in enumerate(list_tensors(call.inputs[0]), call.held_leaves):
         found[place] = (leaf.shape[0], "nodes", *leaf.shape[2:]) if leaf.dim() > 1 else tuple(leaf.shape)
-    return found
+    if rows == 1:
+        return found
+    return [("rows", *shape[1:]) if shape and shape[0] == rows else shape for shape in found]
 
 
 class DrafterSource(DrafterRows):

@@ -14,6 +14,7 @@ from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, s
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.compiled import beside, compiled_pass, kernels, layer, loaded, store, weights
+from headstart.inference.compiled.fakes import EXAMPLES
 from headstart.inference.compiled.program import Program
 from headstart.inference.compiled.sizes import hold, sizes_named
 from headstart.inference.compiled.traced import traced
@@ -162,19 +163,44 @@ def test_compiled_layers_write_the_texts_of_the_model_and_serve_later_processes(
     assert first(later, False).active, "from the first token on"
 
 
+@needs_a_compiler
+@pytest.mark.parametrize("kind", ["eagle3", "block", "medusa"])
+def test_drafts_of_batches_are_one_program_for_any_number_of_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: list[Program] = []
+
+    def trace_alone(variant: Any, call: Any) -> bool:
+        if not variant.owner.lasting and call.shapes[0][0] > 1:  # of drafts
+            variant._trace(call)
+            programs.append(variant.program)
+        return False
+
+    monkeypatch.setattr(compiled_pass._Variant, "available", trace_alone)
+    on = in_bf16()
+    heads = SpeculativeModel(on, random_drafter(kind, on), capture="compile")
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 3}):
+        say(heads, left_padded(prompts([9, 14, 5])), max_new_tokens=12, tree=TreeShape(3, 1, 2), **options)
+    assert len(programs) >= 2
+    for program in programs:
+        assert any("rows" in shape for _, shape in program.inputs)
+        assert all(hold(program.conditions, EXAMPLES | {"rows": rows}) for rows in (2, 48)), program.conditions
+    (source,) = heads.engine(True).speculation.of_kind(DrafterSource)
+    assert all(one is None or one.reason is None for one in source._compiled.values())
+
+
 @pytest.mark.slow
 @needs_a_compiler
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_compiled_drafts_are_those_of_the_heads(kind: str) -> None:
-    """For one row; what a draft is can depend on near-ties, so accepted tokens are compared, of heads that a text was made with."""
+    """What a draft is can depend on near-ties, so accepted tokens are compared, of heads that a text was made with."""
     on = in_bf16()
     drafter = random_drafter(kind, on)
     heads, plain = (SpeculativeModel(on, drafter, capture=one) for one in ("compile", "off"))  # type: ignore[arg-type]
-    rows, shape = left_padded(prompts([9])), TreeShape(8, 4, 2)
-    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
-        written = say(heads, rows, max_new_tokens=20, tree=shape, **options)
-        assert torch.equal(written, say(heads, rows, max_new_tokens=20, speculate=False, **options))
-        say(plain, rows, max_new_tokens=4, tree=shape, **options)
+    for lengths, shape in (([9], TreeShape(8, 4, 2)), ([9, 14, 5], TreeShape(3, 1, 2))):
+        rows = left_padded(prompts(lengths))
+        for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
+            written = say(heads, rows, max_new_tokens=20, tree=shape, **options)
+            assert torch.equal(written, say(heads, rows, max_new_tokens=20, speculate=False, **options))
+            say(plain, rows, max_new_tokens=4, tree=shape, **options)
     (source,) = heads.engine(True).speculation.of_kind(DrafterSource)
     used = [one for one in source._compiled.values() if one is not None]
     assert all(one.reason is None for one in used) and (any(one.active for one in used) or not used)

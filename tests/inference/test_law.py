@@ -17,6 +17,7 @@ from families import build, random_drafter, say
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.engine import noise as noise_file
 from headstart.inference.engine.noise import BLOCK_POSITIONS, GOLDEN, MAX_BLOCK_VALUES, NoiseBuffer, gumbel, row_seeds
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -160,16 +161,17 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
     assert torch.equal(together[2, 0], together[2, 1])
 
 
-def test_buffered_noise_is_that_of_each_position() -> None:
+def test_buffered_noise_is_that_of_each_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows advance at their own pace, leave and join; the noise takes few calls."""
     calls: list[int] = []
 
-    def make(seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
+    def counted(seeds_B: Tensor, positions_BP: Tensor, vocab: int) -> Tensor:
         calls.append(positions_BP.shape[1])
-        return gumbel(seeds_B, positions_BP, 61)
+        return gumbel(seeds_B, positions_BP, vocab)
 
+    monkeypatch.setattr(noise_file, "gumbel", counted)
     seeds = torch.tensor([5, 6, 7])
-    ahead = NoiseBuffer(make, 61, seeds)
+    ahead = NoiseBuffer(61, seeds)
     rows, at = [0, 1, 2], [3, 9, 4]
     for turn in range(12):
         if turn == 8:
@@ -180,7 +182,7 @@ def test_buffered_noise_is_that_of_each_position() -> None:
         at = [place + 1 + (turn + row) % 2 for row, place in zip(rows, at, strict=True)]
     assert len(calls) <= 4 and set(calls) == {BLOCK_POSITIONS}
     assert ahead.of(rows, [0, 0], BLOCK_POSITIONS + 4).shape[1] == BLOCK_POSITIONS + 4 == calls[-1]
-    wide = NoiseBuffer(lambda seeds_B, positions_BP: torch.zeros(*positions_BP.shape, 1), MAX_BLOCK_VALUES, seeds)
+    wide = NoiseBuffer(MAX_BLOCK_VALUES, seeds)
     wide.of([0], [0], 2)
     assert wide.block_BPV is not None and wide.block_BPV.shape[1] == 2
 

@@ -81,14 +81,8 @@ def frozen_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replay, "__call__", without)
 
 
-def noise_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gumbel = Reader._gumbel
-    monkeypatch.setattr(Reader, "_gumbel", lambda self, held, seeds_B, positions_BP: gumbel(self, held, seeds_B.flip(0), positions_BP))
-
-
 @pytest.mark.parametrize(("fault", "words"), [
     (laid_out_anew, "logits differ by"), (frozen_lengths, "differ"), pytest.param(stale, "logits differ by", marks=pytest.mark.slow),
-    pytest.param(noise_of_another_seed, "the noise of", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_fault_is_caught_before_the_first_text(
     fault: Any, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
