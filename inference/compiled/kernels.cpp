@@ -8,6 +8,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/Parallel.h>
+#include <ATen/cpu/Utils.h>
+#include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -113,6 +115,76 @@ inline void block(const float* x, const float* w, float* y, const float* bias, i
         for (int64_t o = 0; o < outputs; ++o) y[r * stride + o] = bias ? sums[r][o] + bias[o] : sums[r][o];
 }
 
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+// Tiles: 0 to 3 sums of two times 16 rows and two times 16 outputs, 4 and 5 those rows, 6 and 7 weights, of 32 inputs at a time.
+constexpr int64_t TILE = 16, INPUTS = 32;
+
+struct alignas(64) TileConfig { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
+
+inline void configure(int64_t upper, int64_t lower)
+{
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) {
+        const int64_t rows = tile > 5 ? TILE : tile == 0 || tile == 1 || tile == 4 ? upper : lower;
+        config.rows[tile] = uint8_t(rows);
+        config.bytes[tile] = rows ? 64 : 0;
+    }
+    _tile_loadconfig(&config);
+}
+
+// Up to 32 rows of a block. A row's sums are added up in the same order among any number of rows.
+inline void tiled(const Bits* x, const Bits* w, Bits* y, const float* bias, int64_t M, int64_t K, int64_t stride, int64_t outputs)
+{
+    alignas(64) float sums[2 * TILE][OUTPUTS];
+    const bool more = M > TILE;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (more) { _tile_zero(2); _tile_zero(3); }
+    for (int64_t k = 0; k < K; k += INPUTS) {
+        const Bits* from = w + k * OUTPUTS;
+        for (int64_t line = 0; line < INPUTS; ++line) __builtin_prefetch(from + (128 + line) * OUTPUTS);
+        _tile_loadd(6, from, 4 * OUTPUTS);
+        _tile_loadd(7, from + 2 * TILE, 4 * OUTPUTS);
+        _tile_loadd(4, x + k, 2 * K);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (more) {
+            _tile_loadd(5, x + TILE * K + k, 2 * K);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], 4 * OUTPUTS);
+    _tile_stored(1, sums[0] + TILE, 4 * OUTPUTS);
+    if (more) { _tile_stored(2, sums[TILE], 4 * OUTPUTS); _tile_stored(3, sums[TILE] + TILE, 4 * OUTPUTS); }
+    for (int64_t r = 0; r < M; ++r)
+        for (int64_t o = 0; o < outputs; ++o) y[r * stride + o] = rounded(bias ? sums[r][o] + bias[o] : sums[r][o]);
+}
+
+// The same with tiles; false where there are none, or the inputs do not fill them.
+bool multiply_tiled(const Bits* x, const Bits* w, Bits* y, const float* bias, int64_t M, int64_t K, int64_t N)
+{
+    static const bool allowed = at::cpu::init_amx();
+    if (!allowed || K % INPUTS) return false;
+    at::parallel_for(0, (N + OUTPUTS - 1) / OUTPUTS, 1, [&](int64_t first, int64_t last) {
+        int64_t configured = 0;
+        for (int64_t n = first; n < last; ++n) {
+            const int64_t at = n * OUTPUTS, outputs = std::min(OUTPUTS, N - at);
+            for (int64_t m = 0; m < M; m += 2 * TILE) {
+                const int64_t count = std::min(M - m, 2 * TILE);
+                if (count != configured) configure(std::min(count, TILE), std::max<int64_t>(count - TILE, 0));
+                configured = count;
+                tiled(x + m * K, w + at * K, y + m * N + at, bias ? bias + at : nullptr, count, K, N, outputs);
+            }
+        }
+        _tile_release();
+    });
+    return true;
+}
+#else
+bool multiply_tiled(const Bits*, const Bits*, Bits*, const float*, int64_t, int64_t, int64_t) { return false; }
+#endif
+
 template <int64_t R, typename T>
 inline void rows(int64_t m, const T* x, const T* w, T* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
 {
@@ -146,10 +218,12 @@ Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Te
     sizes.back() = outputs;
     Tensor y = at::empty(sizes, x.options());
     const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
-    if (x.scalar_type() == at::kBFloat16)
-        multiply((const Bits*)x.const_data_ptr(), (const Bits*)weight.const_data_ptr(), (Bits*)y.data_ptr(), b, M, K, outputs);
-    else
+    if (x.scalar_type() == at::kBFloat16) {
+        const auto *from = (const Bits*)x.const_data_ptr(), *w = (const Bits*)weight.const_data_ptr();
+        if (!multiply_tiled(from, w, (Bits*)y.data_ptr(), b, M, K, outputs)) multiply(from, w, (Bits*)y.data_ptr(), b, M, K, outputs);
+    } else {
         multiply(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), y.data_ptr<float>(), b, M, K, outputs);
+    }
     return y;
 }
 
@@ -386,6 +460,26 @@ Tensor attention(const Tensor& query_, const Tensor& keys_, const Tensor& values
 }
 
 }  // namespace
+
+// What compiled layers call (`SHIMS` of kernels.py): by name, since torch's dispatcher takes some 10 us a call more.
+
+static const Tensor& tensor(AtenTensorHandle handle) { return *torch::aot_inductor::tensor_handle_to_tensor_pointer(handle); }
+
+extern "C" AOTITorchError aoti_torch_cpu_product(
+    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, int64_t outputs, AtenTensorHandle* result)
+{
+    AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+        const auto b = bias ? std::make_optional(tensor(*bias)) : std::nullopt;
+        *result = torch::aot_inductor::new_tensor_handle(product(tensor(x), tensor(weight), b, outputs));
+    });
+}
+
+extern "C" AOTITorchError aoti_torch_cpu_attention(
+    AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle mask, double scale, AtenTensorHandle* result)
+{
+    AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE(
+        { *result = torch::aot_inductor::new_tensor_handle(attention(tensor(query), tensor(keys), tensor(values), tensor(mask), scale)); });
+}
 
 TORCH_LIBRARY_IMPL(headstart_cpu, CPU, m)
 {

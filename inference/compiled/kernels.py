@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import platform
@@ -77,13 +78,24 @@ def build() -> None:
 @functools.cache
 def load() -> None:
     """Load the operations, which must be compiled. Raises Damaged if the file is, which is then removed."""
-    torch.ops.load_library(str(require_whole(library())))
+    file = str(require_whole(library()))
+    ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)  # compiled layers find its functions by name
+    torch.ops.load_library(file)
 
 
 OPERATIONS = torch.library.Library("headstart_cpu", "DEF")
 OPERATIONS.define("product(Tensor x, Tensor weight, Tensor? bias, int outputs) -> Tensor")
 OPERATIONS.define("pack(Tensor weight, Tensor(a!) packed, int first) -> ()")
 OPERATIONS.define("attention(Tensor query, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor")
+
+
+SHIMS = {
+    torch.ops.headstart_cpu.product.default: "aoti_torch_cpu_product(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int64_t, AtenTensorHandle*)",
+    torch.ops.headstart_cpu.attention.default: (
+        "aoti_torch_cpu_attention(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*)"
+    ),
+}
+"""The functions that compiled layers call for operations."""
 
 
 @torch.library.register_fake("headstart_cpu::product")

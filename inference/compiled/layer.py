@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.inference.compiled.kernels import SHIMS
 from headstart.inference.compiled.program import SPACE, Region
 from headstart.inference.compiled.whole import seal
 from headstart.support.files import atomic, discard
@@ -20,6 +21,7 @@ FILE = "layer.so"
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # in 16 bits fused operations round as single ones do
     "cpp.threads": 1,  # products and attention have threads; what lies between is little, and so has one order of summation
+    "aot_inductor.custom_ops_to_c_shims": {of: [f"AOTITorchError {function}"] for of, function in SHIMS.items()},
 }
 
 
