@@ -89,13 +89,12 @@ OPERATIONS.define("pack(Tensor weight, Tensor(a!) packed, int first) -> ()")
 OPERATIONS.define("attention(Tensor query, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor")
 
 
+_A = "AtenTensorHandle"
 SHIMS = {
-    torch.ops.headstart_cpu.product.default: "aoti_torch_cpu_product(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int64_t, AtenTensorHandle*)",
-    torch.ops.headstart_cpu.attention.default: (
-        "aoti_torch_cpu_attention(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*)"
-    ),
+    torch.ops.headstart_cpu.product.default: f"aoti_torch_cpu_product({_A}, {_A}, {_A}*, int64_t, {_A}*)",
+    torch.ops.headstart_cpu.attention.default: f"aoti_torch_cpu_attention({_A}, {_A}, {_A}, {_A}, double, {_A}*)",
 }
-"""The functions that compiled layers call for operations."""
+"""The functions of kernels.cpp that compiled layers call for operations; the last argument is the result."""
 
 
 @torch.library.register_fake("headstart_cpu::product")
