@@ -147,6 +147,5 @@ class Engine:
     @property
     def outdated(self) -> bool:
         """True if something was captured of weights that have other values now."""
-        if self._sample is None or not any(one.captures_made for one in self.capturer.functions):
-            return False
-        return not torch.equal(self._sample, sample_of(self.modules))
+        made = any(one.captures_made for one in self.capturer.functions) or any(one.packed for one in self.capturer.compiled)
+        return self._sample is not None and made and not torch.equal(self._sample, sample_of(self.modules))

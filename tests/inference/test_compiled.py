@@ -1,4 +1,4 @@
-"""Compiled layers: one region for equal layers, kernels with equal bits, programs kept on disk, and what happens where it does not work."""
+"""Compiled layers: one region for equal layers, programs kept on disk, and what happens where it does not work."""
 
 from __future__ import annotations
 
@@ -32,13 +32,6 @@ needs_a_compiler = pytest.mark.skipif(kernels.unavailable() is not None, reason=
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """As users have it; elsewhere tests compile nothing."""
     monkeypatch.delenv("HEADSTART_COMPILE", raising=False)
-
-
-@pytest.fixture(scope="module")
-def ops() -> Any:
-    kernels.build()
-    kernels.load()
-    return torch.ops.headstart_cpu
 
 
 def in_bf16(family: str = "llama") -> Backbone:
@@ -88,58 +81,6 @@ def test_sizes_have_names_and_conditions() -> None:
     conditions = ["slots <= room", "Ne(64*room, 64*slots)", "Eq(Mod(room, 2), 0)", "Ne(rows, 1)"]
     assert hold(conditions, {"slots": 3, "room": 4, "rows": 1}), "a size of 1 is as good as any"
     assert not hold(conditions, {"slots": 4, "room": 4, "rows": 2}) and not hold(conditions, {"slots": 3, "room": 5, "rows": 2})
-
-
-# Kernels.
-
-
-@needs_a_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (49, 64), (32, 2)])
-def test_products_give_a_row_the_same_bits_alone_and_among_others(ops: Any, dtype: torch.dtype, outputs: int, inputs: int) -> None:
-    torch.manual_seed(0)
-    weight, x, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(70, inputs).to(dtype), torch.randn(-(-outputs // 32) * 32)
-    packed = torch.zeros(len(bias) * inputs, dtype=dtype)
-    ops.pack(weight, packed, 0)
-    y, plain = ops.product(x, packed, bias, outputs), ops.product(x, packed, None, outputs)
-    exact = x.double() @ weight.double().T
-    small = 1e-6 if dtype == torch.float32 else 2**-8
-    for found, expected in ((y, exact + bias[:outputs].double()), (plain, exact)):
-        assert found.shape == (70, outputs) and ((found - expected).abs() <= small * expected.abs() + 1e-5 * inputs**0.5).all()
-    for rows in (1, 2, 5, 12, 13, 64):
-        assert torch.equal(torch.cat([ops.product(part, packed, bias, outputs) for part in x.split(rows)]), y)
-    turned = torch.zeros_like(packed)
-    ops.pack(weight.T.contiguous().T, turned, 0)
-    assert torch.equal(packed, turned), "a weight that lies otherwise in memory"
-
-
-@needs_a_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("B", "H", "G", "C", "D", "N", "S"),
-    [(1, 9, 3, 64, 64, 12, 139), (3, 8, 8, 96, 96, 5, 64), (2, 4, 1, 24, 40, 3, 33), (1, 16, 2, 128, 128, 1, 300)],
-)
-def test_attention_gives_a_query_the_same_bits_alone_and_among_others(
-    ops: Any, dtype: torch.dtype, B: int, H: int, G: int, C: int, D: int, N: int, S: int
-) -> None:
-    torch.manual_seed(0)
-    query = torch.randn(B, N, H, C).to(dtype).transpose(1, 2)
-    keys, values = (torch.randn(B, G, S + 9, width).to(dtype)[:, :, :S] for width in (C, D))
-    allowed = torch.rand(B, 1, N, S) < 0.6
-    allowed[..., 0] = True
-    mask = torch.zeros(B, 1, N, S, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
-    found = ops.attention(query, keys, values, mask, 0.2)
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        query.double(), keys.double(), values.double(), allowed, scale=0.2, enable_gqa=True
-    ).transpose(1, 2)
-    assert torch.allclose(found.double(), exact, atol=2e-6 if dtype == torch.float32 else 2**-7)
-    assert torch.equal(ops.attention(query, keys, values, allowed, 0.2), found), "a boolean mask"
-    for n in range(N):
-        assert torch.equal(ops.attention(query[:, :, n : n + 1], keys, values, mask[:, :, n : n + 1], 0.2), found[:, n : n + 1])
-    if N > 1:  # the keys that a query sees may lie elsewhere
-        order = torch.randperm(S)
-        moved = ops.attention(query, keys[:, :, order], values[:, :, order], mask[..., order], 0.2)
-        assert torch.allclose(moved.double(), found.double(), atol=2**-7)
 
 
 # Decoding.
