@@ -17,7 +17,7 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
 #include <immintrin.h>
 #endif
 
