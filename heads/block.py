@@ -142,7 +142,7 @@ class Block(Drafter):
         hidden = list(self._blocks(features, at, tokens_MK[:, 0]).unbind(1))
         if self.config.correction != "recurrent":
             return hidden
-        path_MG, corrected = hidden[0].new_zeros(tokens_MK.shape[0], self.prefix_gru.hidden_size), []
+        path_MG, corrected = hidden[0].new_zeros(len(tokens_MK), self.prefix_gru.hidden_size), []
         for k, hidden_MD in enumerate(hidden):
             path_MG = self._advance(tokens_MK[:, k], path_MG)
             corrected.append(self._correct(hidden_MD, path_MG, k))

@@ -75,7 +75,7 @@ class AutoregressiveDrafter(Drafter):
         if T < 3:
             return [state_BTD[:, :0] for _ in range(self.trained_depth)]
         embedded_BTD = self.backbone.embed(features.tokens_BT)
-        shape = (state_BTD.shape[0], self.layer_config.num_attention_heads, T - 2)
+        shape = (len(state_BTD), self.layer_config.num_attention_heads, T - 2)
         blocks = divide(features.document_BT, shape, state_BTD.device, self.cached.window)
         passes: list[Pass] = []
         outputs = []

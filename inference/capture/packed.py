@@ -67,9 +67,9 @@ def multiply(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def fits_in_memory(module: nn.Module | None) -> bool:
-    """True if the packed weights of the module's linear layers take at most `MEMORY_SHARE` of the machine's memory; None: not packed."""
+    """True if the packed weights of the module's linear layers take at most `MEMORY_SHARE` of the machine's memory."""
     layers = [] if module is None else [one for one in module.modules() if isinstance(one, nn.Linear)]
-    return module is not None and sum(one.weight.nbytes for one in layers) <= MEMORY_SHARE * _memory()
+    return sum(one.weight.nbytes for one in layers) <= MEMORY_SHARE * _memory()
 
 
 def version(weight: Tensor) -> int:

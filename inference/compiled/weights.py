@@ -42,7 +42,7 @@ class Weights:
         """Make what is missing, in memory of huge pages."""
         new = self._new(packed, held)
         weights = [one for one in new if not one.bias]
-        places = _side_by_side([(_numel(one, held), held[str(one.names[0])].dtype) for one in weights])
+        places = side_by_side([(_numel(one, held), held[str(one.names[0])].dtype) for one in weights])
         for one, place in zip(weights, places, strict=True):
             at = 0
             for name, outputs in zip(one.names, one.outputs, strict=True):
@@ -91,7 +91,7 @@ def _biases(weight: Packed, held: Mapping[str, Tensor]) -> Tensor:
     return whole
 
 
-def _side_by_side(parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+def side_by_side(parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Tensors of these numbers of elements, zeros, side by side in huge pages where the system has them."""
     places, end = [], 0
     for count, dtype in parts:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say, tiny
+from test_kernels import needs_a_compiler
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.compiled import beside, compiled_pass, kernels, layer, loaded, store, weights
@@ -24,8 +25,6 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers import made
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.support.errors import UserError
-
-needs_a_compiler = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 
 
 @pytest.fixture(autouse=True)

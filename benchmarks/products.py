@@ -1,0 +1,57 @@
+"""Times all products of a decoding step by compiled layers' kernels, for several numbers of rows, in bf16 or fp32, on random weights.
+
+python benchmarks/products.py --threads 2 [--hidden 576 --intermediate 1536 --heads 9 --kv-heads 3 --layers 30 --vocab 49152] [--json FILE]
+
+The sizes given here are SmolLM2-135M's. Rows take turns; of each the median counts. GB/s are bytes of weights over seconds. Run it on an
+otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from program import options, run
+
+from headstart.inference.compiled import kernels
+from headstart.inference.compiled.weights import side_by_side
+
+SIZES = {"hidden": 576, "intermediate": 1536, "heads": 9, "kv-heads": 3, "layers": 30, "vocab": 49152, "rounds": 12}
+ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48)
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    kernels.build()
+    kernels.load()
+    dtype, D, wide = getattr(torch, given.dtype), given.hidden, given.intermediate
+    qkv = D + 2 * given.kv_heads * (D // given.heads)
+    shapes = [(qkv, D), (D, D), (2 * wide, D), (D, wide)] * given.layers + [(given.vocab, D)]
+    places = side_by_side([(-(-outputs // kernels.OUTPUTS) * kernels.OUTPUTS * inputs, dtype) for outputs, inputs in shapes])
+    for place in places:
+        place.normal_()
+    seconds: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    for _ in range(given.rounds + 1):
+        for rows, times in seconds.items():
+            inputs = {size: torch.randn(rows, size).to(dtype) for size in (D, wide)}
+            start = time.perf_counter()
+            for (outputs, size), place in zip(shapes, places, strict=True):
+                torch.ops.headstart_cpu.product(inputs[size], place, None, outputs)
+            times.append(time.perf_counter() - start)
+    medians = {rows: statistics.median(times[1:]) for rows, times in seconds.items()}  # the first round touches the memory
+    size = sum(place.nbytes for place in places)
+    return {
+        "amx": dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported(), "threads": given.threads, "bytes": size,
+        "ms": {rows: round(1e3 * median, 2) for rows, median in medians.items()},
+        "GB/s": {rows: round(size / median / 1e9, 1) for rows, median in medians.items()},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    for name, value in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    run(parser, measured)
