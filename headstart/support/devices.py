@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 import torch
 
@@ -33,6 +35,13 @@ def not_compilable(device: torch.device) -> str | None:
 def cxx() -> str:
     """The name of the C++ compiler."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
+def processor(*fields: str) -> str:
+    """What Linux says of the processor in the first of these fields, such as its model name; elsewhere what Python knows, often nothing."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(fields)), platform.processor())
 
 
 @contextmanager

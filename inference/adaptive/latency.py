@@ -35,6 +35,8 @@ LEAST_GROWTH = 0.25
 """A part of twice the largest size that was timed takes at least this fraction more."""
 MAX_SECONDS = 1e6
 """Seconds of a pass in a file are below this."""
+STALE = 100
+"""Steps with drafts after which a time that was not measured again is forgotten: something else may have run, or code been loaded."""
 MIN_CONTEXT = 256
 """Contexts up to this many tokens have the same costs."""
 INTERVAL = 100
@@ -49,13 +51,21 @@ class RecentTimes:
     def __init__(self) -> None:
         self.times: deque[float] = deque(maxlen=RECENT_TIMES)
         self.median = 0.0
+        self.age = 0
 
     def add(self, seconds: float) -> None:
+        self.age = 0
         self.times.append(seconds)
         self.median = statistics.median(self.times) if len(self.times) >= MIN_TIMES else min(self.times)
 
-    def __bool__(self) -> bool:
-        return bool(self.times)
+    @property
+    def reliable(self) -> bool:
+        return len(self.times) >= MIN_TIMES
+
+    def grow_stale(self) -> bool:
+        """Let a step pass without a new time; True if these have become stale."""
+        self.age += 1
+        return self.age > STALE
 
 
 @dataclass
@@ -75,6 +85,10 @@ class Costs:
 
     def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
         """Record the time of a pass over that many nodes per row, CPU overhead included."""
+        if nodes > 1:
+            for other in [size for size, of in self.passes.items() if octave(size[0]) == octave(rows) and size[1] > 1 and of.grow_stale()]:
+                del self.passes[other]
+                self._known.clear()
         recent = self.passes.setdefault((rows, nodes), RecentTimes())
         before = recent.median
         recent.add(seconds)
@@ -99,7 +113,10 @@ class Costs:
 
     def add_part(self, part: Hashable, rows: int, size: int, seconds: float) -> None:
         """Record the time of another part of a step."""
-        self.parts.setdefault((part, rows), {}).setdefault(size, RecentTimes()).add(seconds)
+        times = self.parts.setdefault((part, rows), {})
+        for other in [other for other, of in times.items() if of.grow_stale()]:
+            del times[other]
+        times.setdefault(size, RecentTimes()).add(seconds)
 
     def forget_part(self, part: Hashable, rows: int, size: int) -> None:
         """Forget these times: the part is captured now."""
@@ -120,7 +137,7 @@ class Costs:
         """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""
         seconds = self._known.get((rows, nodes))
         if seconds is None:
-            larger = [recent for (r, n), recent in self.passes.items() if r == rows and n >= nodes and len(recent.times) >= MIN_TIMES]
+            larger = [recent for (r, n), recent in self.passes.items() if r == rows and n >= nodes and recent.reliable]
             bound = min((recent.median for recent in larger), default=math.inf)
             seconds = self._known[rows, nodes] = min(max(self._estimate(rows, nodes), self._estimate(rows, 1)), bound)
         return seconds
@@ -128,7 +145,7 @@ class Costs:
     def _estimate(self, rows: int, nodes: int) -> float:
         """The measured time of that size, or an estimate from other sizes."""
         recent = self.passes.get((rows, nodes))
-        if recent and len(recent.times) > 1:
+        if recent is not None and len(recent.times) > 1:
             return recent.median
         if rows in self.curves:
             return interpolated(self.curves[rows], nodes) * self._drift(rows)
@@ -144,7 +161,9 @@ class Costs:
 
     def _line(self, positions: int) -> float:
         """A line fitted to all times by positions, that is rows times nodes, which determine the cost."""
-        points = [(r * n, recent.median, len(recent.times)) for (r, n), recent in self.passes.items()]
+        timed = [(r * n, recent) for (r, n), recent in self.passes.items()]
+        reliable = [(p, recent) for p, recent in timed if recent.reliable]
+        points = [(p, recent.median, len(recent.times)) for p, recent in (reliable if len({p for p, _ in reliable}) > 1 else timed)]
         points = points or [(r * n, s, 1) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS, 1)]
         weight = sum(w for _, _, w in points)
         mean_p, mean_s = sum(w * p for p, _, w in points) / weight, sum(w * s for _, s, w in points) / weight
@@ -156,7 +175,7 @@ class Costs:
         """An estimate for contexts of another length: the same costs, until passes have been timed there."""
         curves = dict(self.curves)
         for rows in {rows for rows, _ in self.passes}:
-            nodes = {1, TREE_SIZES[-1], *(n for r, n in self.passes if r == rows)}
+            nodes = {1, TREE_SIZES[-1], *(n for (r, n), recent in self.passes.items() if r == rows and recent.reliable)}
             curves[rows] = [(n, self.of_pass(rows, n)) for n in sorted(nodes)]
         costs = Costs(curves)
         for (part, rows), known in self.parts.items():

@@ -12,12 +12,12 @@ Shape suffixes: N outputs, K inputs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -69,14 +69,9 @@ def multiply(x: Tensor, weight: PackedWeight) -> Tensor:
 def fits_in_memory(module: nn.Module | None) -> bool:
     """True if the packed weights of the module's linear layers take at most `MEMORY_SHARE` of the machine's memory."""
     layers = [] if module is None else [one for one in module.modules() if isinstance(one, nn.Linear)]
-    return sum(one.weight.nbytes for one in layers) <= MEMORY_SHARE * _memory()
+    return sum(one.weight.nbytes for one in layers) <= MEMORY_SHARE * psutil.virtual_memory().total
 
 
 def version(weight: Tensor) -> int:
     """How often the tensor was changed in place; changes through ``.data`` do not count."""
     return 0 if weight.is_inference() else weight._version
-
-
-def _memory() -> int:
-    """Bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from headstart.inference.compiled import beside, store
 from headstart.inference.compiled.loaded import Loaded
 from headstart.inference.compiled.program import NotCompiled, Program, named_weights
 from headstart.inference.compiled.sizes import Inputs, Shape
-from headstart.inference.compiled.weights import MEMORY_SHARE, Weights, free_memory
+from headstart.inference.compiled.weights import MEMORY_SHARE, Weights
 from headstart.inference.compiled.whole import Damaged
 from headstart.support.pytree import builder, flatten
 from headstart.support.text import gigabytes
@@ -244,7 +245,7 @@ class _Variant:
         void_running()
         owner = self.owner
         held = named_weights(program, owner.where.modules)
-        needed, free = owner.weights.missing(program.packed.values(), held), free_memory()
+        needed, free = owner.weights.missing(program.packed.values(), held), psutil.virtual_memory().available
         if needed > MEMORY_SHARE * free:
             raise NoMemory(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of free memory")
         layers = store.load_layers(program)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.compiled.whole import Damaged, require_whole, seal
-from headstart.support.devices import cxx
+from headstart.support.devices import cxx, processor
 from headstart.support.files import atomic, cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -38,12 +38,8 @@ def unavailable() -> str | None:
 @functools.cache
 def machine() -> str:
     """What compiled code depends on beside its source: torch, compiler and all of the processor's instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    except OSError:
-        processor = platform.processor()
-    return f"{torch.__version__} | {torch.version.git_version} | {shutil.which(cxx())} | {platform.machine()} | {processor}"
+    instructions = processor("flags", "Features")
+    return f"{torch.__version__} | {torch.version.git_version} | {shutil.which(cxx())} | {platform.machine()} | {instructions}"
 
 
 @functools.cache

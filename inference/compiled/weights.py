@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from headstart.inference.capture.packed import version
 from headstart.inference.compiled.program import Packed, whole_blocks
 
 MEMORY_SHARE = 1 / 3
@@ -70,11 +70,6 @@ def _key(packed: Packed, held: Mapping[str, Tensor]) -> Any:
     return packed.outputs, packed.transposed, packed.bias, made_of
 
 
-def version(weight: Tensor) -> int:
-    """How often the tensor was changed in place; changes through ``.data`` do not count."""
-    return 0 if weight.is_inference() else weight._version
-
-
 def _numel(weight: Packed, held: Mapping[str, Tensor]) -> int:
     first = held[str(weight.names[0])]
     return sum(map(whole_blocks, weight.outputs)) * first.shape[0 if weight.transposed else 1]
@@ -104,12 +99,3 @@ def side_by_side(parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         ctypes.CDLL(None).madvise(start, size, MADV_HUGEPAGE)  # a hint: without it all works, more slowly
     raw[skip : skip + end].zero_()
     return [raw[skip + at : skip + at + count * dtype.itemsize].view(dtype) for at, (count, dtype) in zip(places, parts, strict=True)]
-
-
-def free_memory() -> int:
-    """Bytes of memory that are free or can be freed; what the system says, or 0."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        return 0

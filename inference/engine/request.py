@@ -7,12 +7,12 @@ Shape suffixes: B batch, T positions.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
@@ -30,7 +30,7 @@ def device_memory(device: torch.device) -> int:
     """Return the bytes of an accelerator's memory, or of this machine's for the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return psutil.virtual_memory().total
 
 
 def require_memory(backbone: Backbone, rows: int, positions: int, nodes: int) -> None:

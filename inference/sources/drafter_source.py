@@ -22,7 +22,7 @@ from headstart.heads.kv.rows import STEP, pad_rows, padded_rows
 from headstart.inference.capture.backend import Call, all_nearly_equal
 from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.engine.compiled_read import compiles, described
-from headstart.inference.engine.tree import BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH, TreeShape
+from headstart.inference.engine.tree import BEAM_WIDTH, CPU_WIDTH, TreeShape
 from headstart.inference.sources.drafter_rows import LAST, DrafterRows, not_capturable
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, unpacked
 from headstart.inference.sources.source import Draft, DraftScoring
@@ -159,9 +159,7 @@ class DrafterSource(DrafterRows):
         """The beam width of adaptive trees. On a CPU every node takes time: narrow beams for one row, chains for several."""
         if self.capturer.accelerator:
             return BEAM_WIDTH
-        if rows > 1:
-            return 1
-        return CPU_SAMPLED_WIDTH if self.sampled else CPU_GREEDY_WIDTH
+        return 1 if rows > 1 else CPU_WIDTH
 
     def roots(self, roots: list[int]) -> Level:
         """The roots as the level before depth 0."""

@@ -15,6 +15,7 @@ import torch
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.adaptive.calibration import Calibration
 from headstart.inference.adaptive.latency import CostModel
+from headstart.support.devices import processor
 from headstart.support.errors import UserError
 from headstart.support.files import cache_folder, write_json
 from headstart.support.json_text import read_json
@@ -58,15 +59,7 @@ def machine(device: torch.device) -> str:
 
 def _processor() -> str:
     """The name of the CPU and of the instruction set that torch uses."""
-    name = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
-    return f"{name or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _lines(file: str) -> list[str]:
-    try:
-        return Path(file).read_text().splitlines()
-    except OSError:
-        return []
+    return f"{processor('model name') or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def place(path: str | Path | None, backbone: Backbone) -> Path:

@@ -84,6 +84,17 @@ def test_a_first_text_is_not_slower_for_what_is_not_known_yet(machine: Machine) 
         assert times_plain(machine, [step for text in texts for step in text]) >= (0.92 if machine.name.startswith("CPU") else 0.95)
 
 
+def test_a_slow_start_does_not_last() -> None:
+    """In the first steps code is loaded; what they took is not what later ones take."""
+    slow = Machine("slow", tuple((nodes, seconds * (12 if nodes > 1 else 3)) for nodes, seconds in SMOLLM2.passes), 12.0, 6.0)
+    with simulated_time() as clock:
+        decoding = Decoding(slow, Heads(chance=random.Random(0)), clock)
+        decoding.text(CHAT, 12)
+        decoding.machine = decoding.source.machine = SMOLLM2
+        steps = decoding.text(CHAT, 1000)
+    assert rate(step for step in steps if step.before >= 500) >= 0.95 * best_fixed(SMOLLM2, CHAT, Heads())
+
+
 def test_drafts_that_are_never_accepted_are_rarely_made() -> None:
     steps = [step for text in decoded(SMOLLM2, [USELESS] * 10, 96) for step in text]
     assert times_plain(SMOLLM2, steps) >= 0.97

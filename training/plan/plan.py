@@ -19,6 +19,7 @@ import torch
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import read_end_tokens
+from headstart.inference.engine.request import device_memory
 from headstart.support.errors import UserError
 from headstart.support.numeric_limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
@@ -68,14 +69,10 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None and gpus is not None and memory is None:
         raise UserError(f"--gpus {gpus}: this machine has no accelerator to read the memory of; give it with --memory GB")
-    name, total = f"CPU with {os.cpu_count()} cores", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    name, total = "accelerator" if gpus is not None else f"CPU with {os.cpu_count()} cores", device_memory(device or torch.device("cpu"))
     if device is not None:
-        name = str(device)
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(0)
-            name, total = properties.name, properties.total_memory
+        name = torch.cuda.get_device_name() if device.type == "cuda" else str(device)
     accelerator = device is not None or gpus is not None
-    name = "accelerator" if gpus is not None and device is None else name
     return Machine(accelerator, gpus or 1, total if memory is None else round(memory * 1e9), name, accelerator == (device is not None))
 
 
