@@ -113,9 +113,8 @@ class Costs:
 
     def add_part(self, part: Hashable, rows: int, size: int, seconds: float) -> None:
         """Record the time of another part of a step."""
-        times = self.parts.setdefault((part, rows), {})
-        for other in [other for other, of in times.items() if of.grow_stale()]:
-            del times[other]
+        known = self.parts.get((part, rows), {})
+        times = self.parts[part, rows] = {other: of for other, of in known.items() if not of.grow_stale()}
         times.setdefault(size, RecentTimes()).add(seconds)
 
     def forget_part(self, part: Hashable, rows: int, size: int) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.inference.capture.backend import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
+from headstart.inference.capture.capture import Compiling
 from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.compiled import beside, store
 from headstart.inference.compiled.loaded import Loaded
@@ -34,8 +35,9 @@ from headstart.support.text import gigabytes
 
 MOST_SHAPES = 4096
 """Exact shapes of calls that are remembered."""
-PATIENCE, BESIDE = 24, 3
-"""Calls before a function is traced, which takes as long as some tens of them; the second beside calls of other sizes that are compiled."""
+PATIENCE, SHORT_PATIENCE = 24, 1
+"""Calls before a function is traced, which takes as long as some tens of them; the second once something of the model is compiled: what
+is not is slow beside it, so that it may not be called often."""
 logger = logging.getLogger(__name__)
 Shapes = Callable[[Call], list[Shape] | None]
 """The sizes of a call's tensors, with names for those that change between calls; None: such a call is not compiled."""
@@ -44,11 +46,15 @@ Agree = Callable[[Sequence[Tensor], Sequence[Tensor]], bool]
 
 @dataclass(frozen=True)
 class Where:
-    """What a function runs: decoder layers, the modules that have its weights, and what its operations depend on beside."""
+    """What a function runs: decoder layers, the modules that have its weights, and what its operations depend on beside.
+
+    ``others``: what of the model is compiled; the pass joins them.
+    """
 
     layers: Sequence[nn.Module]
     modules: Sequence[nn.Module]
     depends: Any
+    others: list[Compiling]
 
 
 class CompiledPass:
@@ -67,6 +73,7 @@ class CompiledPass:
         lasting: bool = True,
     ) -> None:
         self.function, self.shapes, self.where, self.wait, self.agree, self.lasting = function, shapes, where, wait, agree, lasting
+        where.others.append(self)
         self.reason: str | None = None
         """Why it is not compiled, and will not be."""
         self.weights = Weights()
@@ -104,7 +111,7 @@ class CompiledPass:
             if variant.text != self._text:
                 self._choose(variant, call)
             variant.calls += 1
-            patience = BESIDE if self.active else PATIENCE
+            patience = SHORT_PATIENCE if any(one.active for one in self.where.others) else PATIENCE
             if not variant.active and variant.calls > patience and not variant.requested and not (self._traced or beside.Copy.any_works()):
                 variant.request(call)
                 self._traced = variant.tracing is None

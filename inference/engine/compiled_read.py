@@ -38,10 +38,9 @@ def compiled_read(reader: Reader, function: Callable[..., Any]) -> CompiledPass 
         return None
     from headstart.inference.compiled.compiled_pass import CompiledPass, Where  # here, since few calls need it
 
-    where = Where(list(reader.backbone.layers), [reader.backbone.model], (described(reader.backbone.model), reader.taps))
-    compiled = CompiledPass(function, _shapes, where, wait=reader.capturer.name == "compile")
-    reader.capturer.compiled.append(compiled)
-    return compiled
+    on, capturer = reader.backbone, reader.capturer
+    where = Where(list(on.layers), [on.model], (described(on.model), reader.taps), capturer.compiled)
+    return CompiledPass(function, _shapes, where, wait=capturer.name == "compile")
 
 
 def compiles(capturer: Capturer, backbone: Backbone) -> bool:

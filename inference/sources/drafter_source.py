@@ -43,10 +43,8 @@ def compiled_drafts(drafter: Drafter, capturer: Capturer, function: Callable[...
     from headstart.inference.compiled.compiled_pass import CompiledPass, Where  # here, since few calls need it
 
     depends = (described(drafter), str(drafter.arguments), described(drafter.backbone.model))
-    where = Where([], [drafter, drafter.backbone.model], depends)
-    compiled = CompiledPass(function, _shapes, where, wait=capturer.name == "compile", agree=_first_level_agrees, lasting=False)
-    capturer.compiled.append(compiled)
-    return compiled
+    where = Where([], [drafter, drafter.backbone.model], depends, capturer.compiled)
+    return CompiledPass(function, _shapes, where, wait=capturer.name == "compile", agree=_first_level_agrees, lasting=False)
 
 
 def _first_level_agrees(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -188,6 +188,20 @@ def test_the_first_process_goes_on_at_once_and_finishes_a_text_as_it_began_it(
     assert first(heads, False).reason is None and not any(used[:half]) and all(used[half:])
 
 
+def test_what_is_slow_beside_compiled_passes_is_soon_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are not compiled may not pay beside passes that are, and would be made too rarely to be traced."""
+    calls: list[int] = []
+    monkeypatch.setattr(compiled_pass._Variant, "request", lambda variant, call: calls.append(variant.calls))
+    for other in (False, True):
+        others = [SimpleNamespace(active=other)]
+        drafts = compiled_pass.CompiledPass(lambda held, x: (x,), lambda call: [("rows",)], compiled_pass.Where([], [], "no model", others))
+        assert others[1:] == [drafts]
+        drafts.begin()
+        while len(calls) <= other:
+            assert drafts([], torch.zeros(2)) is None
+    assert calls == [compiled_pass.PATIENCE + 1, compiled_pass.SHORT_PATIENCE + 1] and calls[1] == 2
+
+
 @needs_a_compiler
 def test_weights_that_change_are_packed_again() -> None:
     on = in_bf16()
