@@ -146,6 +146,5 @@ class Engine:
 
     @property
     def outdated(self) -> bool:
-        """True if something was captured of weights that have other values now."""
-        made = any(one.captures_made for one in self.capturer.functions) or any(one.packed for one in self.capturer.compiled)
-        return self._sample is not None and made and not torch.equal(self._sample, sample_of(self.modules))
+        """True if weights, of which captures and compiled layers hold copies, have other values now."""
+        return self._sample is not None and not torch.equal(self._sample, sample_of(self.modules))

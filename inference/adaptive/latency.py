@@ -58,10 +58,6 @@ class RecentTimes:
         self.times.append(seconds)
         self.median = statistics.median(self.times) if len(self.times) >= MIN_TIMES else min(self.times)
 
-    @property
-    def reliable(self) -> bool:
-        return len(self.times) >= MIN_TIMES
-
     def grow_stale(self) -> bool:
         """Let a step pass without a new time; True if these have become stale."""
         self.age += 1
@@ -136,7 +132,7 @@ class Costs:
         """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""
         seconds = self._known.get((rows, nodes))
         if seconds is None:
-            larger = [recent for (r, n), recent in self.passes.items() if r == rows and n >= nodes and recent.reliable]
+            larger = [recent for (r, n), recent in self.passes.items() if r == rows and n >= nodes and len(recent.times) >= MIN_TIMES]
             bound = min((recent.median for recent in larger), default=math.inf)
             seconds = self._known[rows, nodes] = min(max(self._estimate(rows, nodes), self._estimate(rows, 1)), bound)
         return seconds
@@ -160,10 +156,13 @@ class Costs:
 
     def _line(self, positions: int) -> float:
         """A line fitted to all times by positions, that is rows times nodes, which determine the cost."""
-        timed = [(r * n, recent) for (r, n), recent in self.passes.items()]
-        reliable = [(p, recent) for p, recent in timed if recent.reliable]
-        points = [(p, recent.median, len(recent.times)) for p, recent in (reliable if len({p for p, _ in reliable}) > 1 else timed)]
-        points = points or [(r * n, s, 1) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS, 1)]
+        timed = [(r * n, recent.median, len(recent.times)) for (r, n), recent in self.passes.items()]
+        often = [point for point in timed if point[2] >= MIN_TIMES]
+        points = (
+            often
+            if len({p for p, _, _ in often}) > 1
+            else timed or [(r * n, s, 1) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS, 1)]
+        )
         weight = sum(w for _, _, w in points)
         mean_p, mean_s = sum(w * p for p, _, w in points) / weight, sum(w * s for _, s, w in points) / weight
         spread = sum(w * (p - mean_p) ** 2 for p, _, w in points)
@@ -174,7 +173,7 @@ class Costs:
         """An estimate for contexts of another length: the same costs, until passes have been timed there."""
         curves = dict(self.curves)
         for rows in {rows for rows, _ in self.passes}:
-            nodes = {1, TREE_SIZES[-1], *(n for (r, n), recent in self.passes.items() if r == rows and recent.reliable)}
+            nodes = {1, TREE_SIZES[-1], *(n for (r, n), recent in self.passes.items() if r == rows and len(recent.times) >= MIN_TIMES)}
             curves[rows] = [(n, self.of_pass(rows, n)) for n in sorted(nodes)]
         costs = Costs(curves)
         for (part, rows), known in self.parts.items():

@@ -64,10 +64,6 @@ class Compiling(Protocol):
         """True while it is used."""
 
     @property
-    def packed(self) -> bool:
-        """True if it holds packed copies of weights."""
-
-    @property
     def pending(self) -> bool:
         """True while they are being compiled."""
 

@@ -90,11 +90,6 @@ class CompiledPass:
         """True while the text that is being written uses compiled code."""
         return any(one.active for one in self._variants.values())
 
-    @property
-    def packed(self) -> bool:
-        """True if it holds packed copies of weights."""
-        return any(one.loaded is not None for one in self._variants.values())
-
     def begin(self) -> None:
         """Begin a text, or a batch of them."""
         self._text, self._chosen, self._traced = self._text + 1, None, False

@@ -38,8 +38,8 @@ def unavailable() -> str | None:
 @functools.cache
 def machine() -> str:
     """What compiled code depends on beside its source: torch, compiler and all of the processor's instructions."""
-    instructions = processor("flags", "Features")
-    return f"{torch.__version__} | {torch.version.git_version} | {shutil.which(cxx())} | {platform.machine()} | {instructions}"
+    instructions = f"{platform.machine()} | {processor('flags', 'Features')}"
+    return f"{torch.__version__} | {torch.version.git_version} | {shutil.which(cxx())} | {instructions}"
 
 
 @functools.cache

@@ -54,12 +54,8 @@ def machine(device: torch.device) -> str:
     """The name of a GPU, or that of the processor with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} {_processor()} {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    """The name of the CPU and of the instruction set that torch uses."""
-    return f"{processor('model name') or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    name, instructions = processor("model name") or platform.machine(), torch.backends.cpu.get_cpu_capability()
+    return f"{device.type} {name} {instructions} {torch.get_num_threads()} threads"
 
 
 def place(path: str | Path | None, backbone: Backbone) -> Path:

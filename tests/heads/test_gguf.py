@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf_models import chat_model, stored_as, write_gguf
@@ -17,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from headstart.heads.backbone import gguf_file
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
-from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.gguf_file import find_gguf, quick
 from headstart.heads.backbone.model_config import load_config
 from headstart.support.errors import UserError
 
@@ -86,6 +87,24 @@ def test_the_table_of_names_is_made_once(files: dict[str, Path], monkeypatch: py
     monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *arguments: made.append(arguments) or original(*arguments))
     load_backbone(str(files["F16"]), device="cpu")
     assert len(made) == 1
+
+
+def test_vocabularies_are_read_as_arrays(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As memmaps they take four times as long, and every command reads three times."""
+    read, original = [], gguf.GGUFReader._get_str
+    monkeypatch.setattr(gguf.GGUFReader, "_get_str", lambda reader, place: read.append(type(reader.data)) or original(reader, place))
+    with quick():
+        fields = gguf.GGUFReader(files["F16"]).fields
+    assert {name: field.contents() for name, field in fields.items()} == {
+        name: field.contents() for name, field in gguf.GGUFReader(files["F16"]).fields.items()
+    }
+    assert len({*read}) == 2
+    read.clear()
+    gguf_file._config.cache_clear()
+    load_config(str(files["F16"]))
+    load_tokenizer(str(files["F16"]))
+    load_backbone(str(files["F16"]), device="cpu")
+    assert len(read) > 3 * 250 and {*read} == {np.ndarray}
 
 
 def test_nothing_takes_it_for_a_quantized_model(files: dict[str, Path], tmp_path: Path) -> None:

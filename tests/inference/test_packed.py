@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,5 +168,5 @@ def test_weights_changed_in_place_are_packed_anew() -> None:
 def test_packed_weights_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
     assert fits_in_memory(model)
-    monkeypatch.setattr(packed, "_memory", lambda: 100)
+    monkeypatch.setattr(packed.psutil, "virtual_memory", lambda: SimpleNamespace(total=100))
     assert not fits_in_memory(model)

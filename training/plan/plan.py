@@ -72,8 +72,8 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
     name, total = "accelerator" if gpus is not None else f"CPU with {os.cpu_count()} cores", device_memory(device or torch.device("cpu"))
     if device is not None:
         name = torch.cuda.get_device_name() if device.type == "cuda" else str(device)
-    accelerator = device is not None or gpus is not None
-    return Machine(accelerator, gpus or 1, total if memory is None else round(memory * 1e9), name, accelerator == (device is not None))
+    total = total if memory is None else round(memory * 1e9)
+    return Machine(device is not None or gpus is not None, gpus or 1, total, name, device is not None or gpus is None)
 
 
 def plan(
