@@ -142,7 +142,7 @@ class Speculation:
     def _affords(self, draft: Draft, source: Source, trial: Choice, best: Choice) -> bool:
         """True if the source is to draft deeper than what is expected to be best, to learn what that brings; its purse pays for it.
 
-        A source that is not to draft at all pauses until it can pay.
+        A source that is not to draft at all, even where no other has drafted, pauses until it can pay.
         """
         loss = trial.seconds * (1 - best.cost / trial.cost) / self.costs.of_pass(len(draft.pools), 1)
         kept = RESERVE if self.steps > BEGINNING else 0.0
@@ -150,7 +150,7 @@ class Speculation:
         if short <= 0:
             source.purse -= loss
             draft.least, draft.trial = 2, (source, trial.seconds)
-        elif not best.depths:
+        elif not best.depths and not any(len(pool.tokens) > 1 for pool in draft.pools):
             source.pause = min(math.ceil(short / TRIAL_SHARE), LONGEST_PAUSE)
         return short <= 0
 

@@ -20,6 +20,7 @@ from simulated import (
     Decoding,
     Heads,
     Machine,
+    SimulatedSource,
     Step,
     Task,
     best_fixed,
@@ -29,6 +30,10 @@ from simulated import (
 
 from headstart.inference.adaptive.acceptance import TEXT_SPREAD, Acceptance, Offset
 from headstart.inference.adaptive.best_tree import best_tree
+from headstart.inference.adaptive.latency import Costs
+from headstart.inference.engine.tree import Pool
+from headstart.inference.sources.source import Draft
+from headstart.inference.speculation.speculation import Speculation
 
 by_name = pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 
@@ -100,6 +105,20 @@ def test_drafts_that_are_never_accepted_are_rarely_made() -> None:
     assert times_plain(SMOLLM2, steps) >= 0.97
     assert sum(step.depths > 0 for step in steps[-480:]) <= 0.1 * 480, "trials, of one depth"
     assert sum(step.depths for step in steps[-480:]) <= 1.2 * sum(step.depths > 0 for step in steps[-480:])
+
+
+def test_heads_rest_only_in_steps_in_which_n_grams_are_sure() -> None:
+    """Texts repeat themselves here and there: the next step may have no n-gram."""
+    with simulated_time() as clock:
+        heads = SimulatedSource(Heads(), SMOLLM2, clock)
+    speculation, found = Speculation([heads]), Pool(0)
+    speculation.costs, speculation.steps = Costs({1: list(SMOLLM2.passes)}), 99
+    for node in range(12):
+        found.add("suffix", node, 1, -0.01, 0.97)
+    for share, depths in ((0.5, True), (0.02, False)):
+        heads.acceptance.levels, heads.purse = [[share]], 0.0
+        assert not speculation.depths(Draft([found], [40]), heads) and not heads.pause
+        assert bool(speculation.depths(Draft([Pool(0)], [40]), heads)) is depths is not bool(heads.pause)
 
 
 def test_deep_drafts_are_tried_again() -> None:
