@@ -1,6 +1,6 @@
 # make demo    train heads on the embedded backbone, measure them beside those that ship with it (about 5 minutes on two cores)
 # make demo-smollm2   the same on a model that people know, SmolLM2-135M-Instruct: fetches it (93 MB), has it answer 98 prompts of seven tasks,
-#              trains on the answers and measures by task on 42 other prompts, in 30 to 45 minutes on two idle cores. A run that was stopped
+#              trains on the answers and measures by task on 42 other prompts, in some 25 minutes on two idle cores. A run that was stopped
 #              goes on. PROMPTS=FILE MEASURED=FILE DEMO=FOLDER: your own; SETTINGS="train.epochs=4 ..." for the recipe, BENCH="--temperature 0 1"
 # make test    the tests that are fast     make lint    ruff (rules and format), mypy, the documentation's links
 # make test-all               every test, those marked slow too (about 25 minutes on two cores)
@@ -68,16 +68,16 @@ $(SMOLLM2): | $(INSTALLED)
 	$(BIN)/python tests/real/fetch.py
 
 $(DEMO)/answers.jsonl: $(PROMPTS) | $(SMOLLM2)
-	@echo "== 2 of 4, regenerate: the model answers the prompts, some 10 minutes on two idle cores; the progress line says how long here"
+	@echo "== 2 of 4, regenerate: the model answers the prompts, some 5 minutes on two idle cores; the progress line says how long here"
 	$(BIN)/headstart regenerate $(GIVEN) data.train=$(PROMPTS) regenerate.out=$@
 
 $(DEMO)/trained: $(DEMO)/answers.jsonl
-	@echo "== 3 of 4, train: two passes over the answers, some 15 minutes on two idle cores; the progress line says how long here"
+	@echo "== 3 of 4, train: two passes over the answers, some 10 minutes on two idle cores; the progress line says how long here"
 	$(BIN)/headstart train $(GIVEN) data.train=$(DEMO)/answers.jsonl save.dir=$(DEMO)/heads
 	@touch $@
 
 $(DEMO)/measured: $(DEMO)/trained $(MEASURED)
-	@echo "== 4 of 4, bench: prompts that were never trained on, by task, some 10 minutes on two idle cores"
+	@echo "== 4 of 4, bench: prompts that were never trained on, by task, some 8 minutes on two idle cores"
 	$(BIN)/headstart bench --heads $(DEMO)/heads --prompts $(MEASURED) --propose suffix recycling --include-heads-only $(BENCH) \
 	  --json $(DEMO)/report.json --html $(DEMO)/report.html
 	@touch $@
