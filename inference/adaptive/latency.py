@@ -158,11 +158,8 @@ class Costs:
         """A line fitted to all times by positions, that is rows times nodes, which determine the cost."""
         timed = [(r * n, recent.median, len(recent.times)) for (r, n), recent in self.passes.items()]
         often = [point for point in timed if point[2] >= MIN_TIMES]
-        points = (
-            often
-            if len({p for p, _, _ in often}) > 1
-            else timed or [(r * n, s, 1) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS, 1)]
-        )
+        timed = timed or [(r * n, s, 1) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS, 1)]
+        points = often if len({p for p, _, _ in often}) > 1 else timed
         weight = sum(w for _, _, w in points)
         mean_p, mean_s = sum(w * p for p, _, w in points) / weight, sum(w * s for _, s, w in points) / weight
         spread = sum(w * (p - mean_p) ** 2 for p, _, w in points)
