@@ -19,7 +19,7 @@ from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_
 from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
-from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick
+from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
 from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
@@ -289,7 +289,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     try:
         gguf = find_gguf(path)
         source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else gguf.arguments
-        with nullcontext() if gguf is None else quick():
+        with nullcontext() if gguf is None else quick_reader():
             return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
     except (UserError, MemoryError):
         raise

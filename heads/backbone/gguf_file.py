@@ -104,7 +104,7 @@ class GgufFile:
     def reading(self, dtype: torch.dtype | str) -> Iterator[None]:
         """Say first what the weights take in memory; show transformers' progress bar only on a terminal."""
         notice(f"backbone {self.described(dtype if isinstance(dtype, torch.dtype) else self.dtype)}")
-        with quick(), nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
+        with quick_reader(), nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
             yield
 
     def describe_in(self, model: PreTrainedModel, path: str) -> None:
@@ -120,7 +120,7 @@ class GgufFile:
 
 
 @contextmanager
-def quick() -> Iterator[None]:
+def quick_reader() -> Iterator[None]:
     """Within this context transformers reads a file in a fourth of the time.
 
     The package makes a memmap of every token of a vocabulary, which takes four times as long as an array. transformers has it make the
@@ -211,7 +211,7 @@ def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
     file = find_gguf(str(path))
     assert file is not None
     try:
-        with quick():
+        with quick_reader():
             config: PretrainedConfig = AutoConfig.from_pretrained(**file.arguments)
         _set_rope(config, file)
     except MemoryError:

@@ -35,12 +35,11 @@ LEAST_GROWTH = 0.25
 """A part of twice the largest size that was timed takes at least this fraction more."""
 MAX_SECONDS = 1e6
 """Seconds of a pass in a file are below this."""
-STALE = 100
-"""Steps with drafts after which a time that was not measured again is forgotten: something else may have run, or code been loaded."""
 MIN_CONTEXT = 256
 """Contexts up to this many tokens have the same costs."""
 INTERVAL = 100
-"""Steps with drafts after which two plain ones are made to time the second, since drafts that pay leave none to time."""
+"""Steps with drafts after which a time is old. Of plain steps two are made then to time the second, since drafts that pay leave none to
+time; other times are forgotten, since something else may have run at that time, or code been loaded."""
 Curves = dict[int, list[tuple[int, float]]]
 """Points (nodes, seconds of a pass) in ascending order, by batch size."""
 
@@ -58,10 +57,10 @@ class RecentTimes:
         self.times.append(seconds)
         self.median = statistics.median(self.times) if len(self.times) >= MIN_TIMES else min(self.times)
 
-    def grow_stale(self) -> bool:
-        """Let a step pass without a new time; True if these have become stale."""
+    def grow_old(self) -> bool:
+        """Let a step pass without a new time; True if these are old now."""
         self.age += 1
-        return self.age > STALE
+        return self.age > INTERVAL
 
 
 @dataclass
@@ -82,7 +81,7 @@ class Costs:
     def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
         """Record the time of a pass over that many nodes per row, CPU overhead included."""
         if nodes > 1:
-            for other in [size for size, of in self.passes.items() if octave(size[0]) == octave(rows) and size[1] > 1 and of.grow_stale()]:
+            for other in [size for size, of in self.passes.items() if octave(size[0]) == octave(rows) and size[1] > 1 and of.grow_old()]:
                 del self.passes[other]
                 self._known.clear()
         recent = self.passes.setdefault((rows, nodes), RecentTimes())
@@ -110,7 +109,7 @@ class Costs:
     def add_part(self, part: Hashable, rows: int, size: int, seconds: float) -> None:
         """Record the time of another part of a step."""
         known = self.parts.get((part, rows), {})
-        times = self.parts[part, rows] = {other: of for other, of in known.items() if not of.grow_stale()}
+        times = self.parts[part, rows] = {other: of for other, of in known.items() if not of.grow_old()}
         times.setdefault(size, RecentTimes()).add(seconds)
 
     def forget_part(self, part: Hashable, rows: int, size: int) -> None:

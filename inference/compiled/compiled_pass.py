@@ -79,7 +79,7 @@ class CompiledPass:
         self.weights = Weights()
         self._chosen: bool | None = None
         """Whether the text that is being written is compiled; None: not decided, or it does not matter."""
-        self._text = 0
+        self._text, self._waiting = 0, False
         self._traced = False
         """True once this process has traced a function during this text: that takes seconds."""
         self._variants: dict[Hashable, _Variant] = {}
@@ -90,9 +90,11 @@ class CompiledPass:
         """True while the text that is being written uses compiled code."""
         return any(one.active for one in self._variants.values())
 
-    def begin(self) -> None:
-        """Begin a text, or a batch of them."""
+    def begin(self) -> bool:
+        """Begin a text, or a batch of them; True if what was compiled beside has become ready since the last one began."""
         self._text, self._chosen, self._traced = self._text + 1, None, False
+        waited, self._waiting = self._waiting, self.pending
+        return waited and not self._waiting
 
     def __call__(self, held: Any, *inputs: Any) -> tuple[Any] | None:
         """The result, alone in a tuple; None if the function itself is to be run."""

@@ -88,7 +88,9 @@ class DrafterSource(DrafterRows):
         one_row = unless is None and drafter.capturable
         self._compiled = {of: compiled_drafts(drafter, capturer, function) if one_row else None for of in (self._steps, self._round)}
         self._by_compiled: dict[tuple[int, int], bool] = {}
-        """Whether the last draft of so many rows and depths was made by compiled code."""
+        """Whether the last draft of so many rows and depths was made by compiled code; what else was compiled since is not known."""
+        self._ready = False
+        """True once code that was compiled beside was ready."""
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
 
@@ -188,14 +190,11 @@ class DrafterSource(DrafterRows):
 
     def start(self, sampled: bool) -> None:
         super().start(sampled)
-        for compiled in self._compiled.values():
-            if compiled is not None:
-                compiled.begin()
+        if any([compiled.begin() for compiled in self._compiled.values() if compiled is not None]):
+            self._by_compiled, self._ready = {}, True
 
     def timed_as(self, rows: int, depths: int) -> tuple[str, str, bool]:
-        compiled = self._by_compiled.get((rows, depths))  # of one that was never made: as others are
-        if compiled is None:
-            compiled = any(one is not None and one.active for one in self._compiled.values())
+        compiled = self._by_compiled.get((rows, depths), self._ready or any(self._by_compiled.values()))  # of one never made: as others are
         made = "compiled" if compiled else "captured" if self.captured else ""
         return self.name, made, self.sampled  # sampling has noise to add and wider beams
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from headstart.heads.backbone import gguf_file
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
-from headstart.heads.backbone.gguf_file import find_gguf, quick
+from headstart.heads.backbone.gguf_file import find_gguf, quick_reader
 from headstart.heads.backbone.model_config import load_config
 from headstart.support.errors import UserError
 
@@ -93,7 +93,7 @@ def test_vocabularies_are_read_as_arrays(files: dict[str, Path], monkeypatch: py
     """As memmaps they take four times as long, and every command reads three times."""
     read, original = [], gguf.GGUFReader._get_str
     monkeypatch.setattr(gguf.GGUFReader, "_get_str", lambda reader, place: read.append(type(reader.data)) or original(reader, place))
-    with quick():
+    with quick_reader():
         fields = gguf.GGUFReader(files["F16"]).fields
     assert {name: field.contents() for name, field in fields.items()} == {
         name: field.contents() for name, field in gguf.GGUFReader(files["F16"]).fields.items()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say, tiny
-from test_kernels import needs_a_compiler
+from needs import needs_a_compiler
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.compiled import beside, compiled_pass, kernels, layer, loaded, store, weights
@@ -200,6 +200,13 @@ def test_what_is_slow_beside_compiled_passes_is_soon_traced(monkeypatch: pytest.
         while len(calls) <= other:
             assert drafts([], torch.zeros(2)) is None
     assert calls == [compiled_pass.PATIENCE + 1, compiled_pass.SHORT_PATIENCE + 1] and calls[1] == 2
+
+
+def test_a_text_that_begins_is_told_that_something_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = iter([False, True, True, False, False])
+    monkeypatch.setattr(compiled_pass.CompiledPass, "pending", property(lambda _: next(pending)))
+    one = compiled_pass.CompiledPass(lambda held, x: (x,), lambda call: None, compiled_pass.Where([], [], "no model", []))
+    assert [one.begin() for _ in range(5)] == [False, False, False, True, False]
 
 
 @needs_a_compiler

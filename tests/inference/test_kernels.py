@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_a_compiler
 
 from headstart.inference.compiled import kernels
-
-needs_a_compiler = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 
 
 @pytest.fixture(scope="module")

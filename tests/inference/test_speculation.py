@@ -11,7 +11,7 @@ import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
 from headstart.inference.adaptive.calibration import Calibration, Table
-from headstart.inference.adaptive.latency import STALE, CostModel, Costs, RecentTimes
+from headstart.inference.adaptive.latency import INTERVAL, CostModel, Costs, RecentTimes
 from headstart.inference.engine.tree import TREE_SIZES, TUNED_SIZES, Pool
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.source import Draft
@@ -79,7 +79,7 @@ def test_slow_first_times_do_not_stay() -> None:
     assert costs.of_pass(1, 4) == 0.2 and costs.of_pass(1, 8) == pytest.approx(24e-3), "two times say little of other sizes"
     assert costs.at_another_length().of_pass(1, 8) == pytest.approx(24e-3)
     costs.add_part("0", 1, 4, 0.3)
-    for _ in range(STALE + 1):
+    for _ in range(INTERVAL + 1):
         costs.add_pass(1, 3, 19e-3)
         costs.add_part("0", 1, 2, 3e-3)
     assert costs.of_pass(1, 4) == pytest.approx(20e-3) and costs.of_part("0", 1, 4) == pytest.approx(6e-3)

@@ -1,0 +1,7 @@
+"""Marks of tests that need something of the machine."""
+
+import pytest
+
+from headstart.inference.compiled import kernels
+
+needs_a_compiler = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
