@@ -1,9 +1,10 @@
 """Times all products of a decoding step by compiled layers' kernels, for several numbers of rows, in bf16 or fp32, on random weights.
 
-python benchmarks/products.py --threads 2 [--hidden 576 --intermediate 1536 --heads 9 --kv-heads 3 --layers 30 --vocab 49152] [--json FILE]
+python benchmarks/products.py --threads 2 [--dtype float32 | --four-bits] [--hidden 576 --intermediate 1536 --heads 9 --kv-heads 3
+--layers 30 --vocab 49152] [--json FILE]
 
-The sizes given here are SmolLM2-135M's. Rows take turns; of each the median counts. GB/s are bytes of weights over seconds. Run it on an
-otherwise idle machine.
+The sizes given here are SmolLM2-135M's. With --four-bits the layers, all but the readout, are codes, as those of a file in Q4_1 are. Rows
+take turns; of each the median counts. GB/s are bytes of weights over seconds. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     dtype, D, wide = getattr(torch, given.dtype), given.hidden, given.intermediate
     qkv = D + 2 * given.kv_heads * (D // given.heads)
     shapes = [(qkv, D), (D, D), (2 * wide, D), (D, wide)] * given.layers + [(given.vocab, D)]
-    places = side_by_side([(-(-outputs // kernels.OUTPUTS) * kernels.OUTPUTS * inputs, dtype) for outputs, inputs in shapes])
-    for place in places:
-        place.normal_()
+    counts = [-(-outputs // kernels.OUTPUTS) * kernels.OUTPUTS * inputs for outputs, inputs in shapes]
+    coded = [given.four_bits and outputs != given.vocab for outputs, _ in shapes]
+    places = side_by_side([(count * 3 // 4, torch.uint8) if four else (count, dtype) for count, four in zip(counts, coded, strict=True)])
+    for place, four in zip(places, coded, strict=True):
+        (place.view(torch.float32) if four else place).normal_()
     seconds: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(given.rounds + 1):
         for rows, times in seconds.items():
@@ -53,5 +56,6 @@ if __name__ == "__main__":
     parser = options(__doc__)
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
+    parser.add_argument("--four-bits", action="store_true", help="weights of layers as codes of 4 bits (in bfloat16)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     run(parser, measured)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -28,10 +27,9 @@ from headstart.inference.compiled import beside, store
 from headstart.inference.compiled.loaded import Loaded
 from headstart.inference.compiled.program import NotCompiled, Program, named_weights
 from headstart.inference.compiled.sizes import Inputs, Shape
-from headstart.inference.compiled.weights import MEMORY_SHARE, Weights
+from headstart.inference.compiled.weights import NoMemory, Weights
 from headstart.inference.compiled.whole import Damaged
 from headstart.support.pytree import builder, flatten
-from headstart.support.text import gigabytes
 
 MOST_SHAPES = 4096
 """Exact shapes of calls that are remembered."""
@@ -164,10 +162,6 @@ class CompiledPass:
         return any(one.pending for one in self._variants.values())
 
 
-class NoMemory(Exception):
-    """There is no room for packed weights; the message says how much they take."""
-
-
 @functools.cache
 def say_waiting() -> None:
     logger.warning("compiling the model's layers and what drafts, once for this machine: one to five minutes")
@@ -249,9 +243,6 @@ class _Variant:
         void_running()
         owner = self.owner
         held = named_weights(program, owner.where.modules)
-        needed, free = owner.weights.missing(program.packed.values(), held), psutil.virtual_memory().available
-        if needed > MEMORY_SHARE * free:
-            raise NoMemory(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of free memory")
         layers = store.load_layers(program)
         owner.weights.add(program.packed.values(), held)
         self.loaded = Loaded(program, layers, owner.weights, held)

@@ -7,17 +7,21 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/Parallel.h>
 #include <ATen/cpu/Utils.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <memory>
 #include <type_traits>
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+#include <vector>
+#if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
@@ -57,6 +61,43 @@ inline Bits rounded(float x)
     return Bits((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
+template <typename T>
+inline void finish(const float* sums, T* y, const float* bias, int64_t outputs)
+{
+    for (int64_t o = 0; o < outputs; ++o) {
+        const float sum = bias ? sums[o] + bias[o] : sums[o];
+        if constexpr (std::is_same_v<T, Bits>) y[o] = rounded(sum);
+        else y[o] = sum;
+    }
+}
+
+#if defined(__clang__)
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else   // GCC has that from 12 on
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
+#endif
+
+// [a's halves added, b's halves added], then quarters, eighths and sixteenths: after four of them, lane i is the sum of vector i, added up
+// in the same order for every i.
+#define HALVES(a, b) (SHUFFLED(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) \
+    + SHUFFLED(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#define QUARTERS(a, b) (SHUFFLED(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) \
+    + SHUFFLED(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+#define EIGHTHS(a, b) (SHUFFLED(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) \
+    + SHUFFLED(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31))
+#define SIXTEENTHS(a, b) (SHUFFLED(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) \
+    + SHUFFLED(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
+
+inline Floats sums_of(const Floats* v)
+{
+    Floats two[8], four[4];
+    UNROLL for (int64_t i = 0; i < 8; ++i) two[i] = HALVES(v[2 * i], v[2 * i + 1]);
+    UNROLL for (int64_t i = 0; i < 4; ++i) four[i] = QUARTERS(two[2 * i], two[2 * i + 1]);
+    return SIXTEENTHS(EIGHTHS(four[0], four[1]), EIGHTHS(four[2], four[3]));
+}
+
+#include "codes.h"
+
 // Products. A packed weight [blocks, K, OUTPUTS] holds the weights of one input side by side; in bf16 [blocks, K / 2, OUTPUTS, 2].
 
 template <int64_t R>
@@ -91,8 +132,7 @@ inline void block(const Bits* x, const Bits* w, Bits* y, const float* bias, int6
     }
     std::memcpy(sums, s, sizeof sums);
 #endif
-    for (int64_t r = 0; r < R; ++r)
-        for (int64_t o = 0; o < outputs; ++o) y[r * stride + o] = rounded(bias ? sums[r][o] + bias[o] : sums[r][o]);
+    for (int64_t r = 0; r < R; ++r) finish(sums[r], y + r * stride, bias, outputs);
 }
 
 template <int64_t R>
@@ -111,25 +151,31 @@ inline void block(const float* x, const float* w, float* y, const float* bias, i
     }
     float sums[R][OUTPUTS];
     std::memcpy(sums, s, sizeof sums);
-    for (int64_t r = 0; r < R; ++r)
-        for (int64_t o = 0; o < outputs; ++o) y[r * stride + o] = bias ? sums[r][o] + bias[o] : sums[r][o];
+    for (int64_t r = 0; r < R; ++r) finish(sums[r], y + r * stride, bias, outputs);
 }
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
 // Tiles: 0 to 3 sums of two times 16 rows and two times 16 outputs, 4 and 5 those rows, 6 and 7 weights, of 32 inputs at a time.
-constexpr int64_t TILE = 16, INPUTS = 32;
+constexpr int64_t TILE = 16, AHEAD = 8;
 
 struct alignas(64) TileConfig { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
 
-inline void configure(int64_t upper, int64_t lower)
+struct TileSize { int64_t rows, bytes; };
+
+inline void configure(const TileSize (&tiles)[8])
 {
     TileConfig config;
-    for (int tile = 0; tile < 8; ++tile) {
-        const int64_t rows = tile > 5 ? TILE : tile == 0 || tile == 1 || tile == 4 ? upper : lower;
-        config.rows[tile] = uint8_t(rows);
-        config.bytes[tile] = rows ? 64 : 0;
+    for (int i = 0; i < 8; ++i) {
+        const bool used = tiles[i].rows && tiles[i].bytes;
+        config.rows[i] = uint8_t(used ? tiles[i].rows : 0);
+        config.bytes[i] = uint16_t(used ? tiles[i].bytes : 0);
     }
     _tile_loadconfig(&config);
+}
+
+inline void configure(const Bits*, int64_t upper, int64_t lower)
+{
+    configure({{upper, 64}, {upper, 64}, {lower, 64}, {lower, 64}, {upper, 64}, {lower, 64}, {TILE, 64}, {TILE, 64}});
 }
 
 // Up to 32 rows of a block. A row's sums are added up in the same order among any number of rows.
@@ -157,24 +203,75 @@ inline void tiled(const Bits* x, const Bits* w, Bits* y, const float* bias, int6
     _tile_stored(0, sums[0], 4 * OUTPUTS);
     _tile_stored(1, sums[0] + TILE, 4 * OUTPUTS);
     if (more) { _tile_stored(2, sums[TILE], 4 * OUTPUTS); _tile_stored(3, sums[TILE] + TILE, 4 * OUTPUTS); }
-    for (int64_t r = 0; r < M; ++r)
-        for (int64_t o = 0; o < outputs; ++o) y[r * stride + o] = rounded(bias ? sums[r][o] + bias[o] : sums[r][o]);
+    for (int64_t r = 0; r < M; ++r) finish(sums[r], y + r * stride, bias, outputs);
+}
+
+// The same with codes. Here 4 and 5 are weights, [outputs, inputs], and 6 and 7 the rows, turned: x [K / 2, M] of pairs.
+inline void configure(const Codes*, int64_t upper, int64_t lower)
+{
+    configure({{TILE, 4 * upper}, {TILE, 4 * upper}, {TILE, 4 * lower}, {TILE, 4 * lower}, {TILE, 64}, {TILE, 64}, {TILE, 4 * upper}, {TILE, 4 * lower}});
+}
+
+inline void tiled(const uint32_t* x, const Codes* w, Bits* y, const float* bias, int64_t M, int64_t rows, int64_t K, int64_t stride, int64_t outputs)
+{
+    alignas(64) float sums[OUTPUTS][2 * TILE];
+    alignas(64) Pairs weights[2][OUTPUTS];   // one is written while the other is read
+    const bool more = M > TILE;
+    const auto write = [&](int64_t k) {
+        const Codes* from = w + k / INPUTS;
+        for (size_t line = 0; line < sizeof(Codes); line += 64) __builtin_prefetch((const char*)(from + AHEAD) + line);
+        UNROLL for (int64_t o = 0; o < OUTPUTS; o += 2) decode(*from, o, weights[k / INPUTS % 2] + o);
+    };
+    _tile_zero(0);
+    _tile_zero(1);
+    if (more) { _tile_zero(2); _tile_zero(3); }
+    write(0);
+    for (int64_t k = 0; k < K; k += INPUTS) {
+        if (k + INPUTS < K) write(k + INPUTS);
+        const Pairs* from = weights[k / INPUTS % 2];
+        _tile_loadd(4, from, 64);
+        _tile_loadd(5, from + TILE, 64);
+        _tile_loadd(6, x + k / 2 * rows, 4 * rows);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if (more) {
+            _tile_loadd(7, x + k / 2 * rows + TILE, 4 * rows);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], 8 * TILE);
+    _tile_stored(1, sums[TILE], 8 * TILE);
+    if (more) { _tile_stored(2, sums[0] + TILE, 8 * TILE); _tile_stored(3, sums[TILE] + TILE, 8 * TILE); }
+    for (int64_t r = 0; r < M; ++r) {
+        float row[OUTPUTS];
+        UNROLL for (int64_t o = 0; o < OUTPUTS; ++o) row[o] = sums[o][r];
+        finish(row, y + r * stride, bias, outputs);
+    }
 }
 
 // The same with tiles; false where there are none, or the inputs do not fill them.
-bool multiply_tiled(const Bits* x, const Bits* w, Bits* y, const float* bias, int64_t M, int64_t K, int64_t N)
+template <typename W>
+bool multiply_tiled(const Bits* x, const W* w, Bits* y, const float* bias, int64_t M, int64_t K, int64_t N)
 {
     static const bool allowed = at::cpu::init_amx();
+    constexpr bool coded = std::is_same_v<W, Codes>;
     if (!allowed || K % INPUTS) return false;
+    std::vector<uint32_t> turned(coded ? K / 2 * M : 0);
+    if (coded)
+        for (int64_t m = 0; m < M; ++m)
+            for (int64_t k = 0; k < K / 2; ++k) turned[k * M + m] = load<uint32_t>(x + m * K + 2 * k);
     at::parallel_for(0, (N + OUTPUTS - 1) / OUTPUTS, 1, [&](int64_t first, int64_t last) {
         int64_t configured = 0;
         for (int64_t n = first; n < last; ++n) {
             const int64_t at = n * OUTPUTS, outputs = std::min(OUTPUTS, N - at);
             for (int64_t m = 0; m < M; m += 2 * TILE) {
                 const int64_t count = std::min(M - m, 2 * TILE);
-                if (count != configured) configure(std::min(count, TILE), std::max<int64_t>(count - TILE, 0));
+                if (count != configured) configure(w, std::min(count, TILE), std::max<int64_t>(count - TILE, 0));
                 configured = count;
-                tiled(x + m * K, w + at * K, y + m * N + at, bias ? bias + at : nullptr, count, K, N, outputs);
+                const float* b = bias ? bias + at : nullptr;
+                if constexpr (coded) tiled(turned.data() + m, from_output(w, at, K), y + m * N + at, b, count, M, K, N, outputs);
+                else tiled(x + m * K, from_output(w, at, K), y + m * N + at, b, count, K, N, outputs);
             }
         }
         _tile_release();
@@ -182,11 +279,12 @@ bool multiply_tiled(const Bits* x, const Bits* w, Bits* y, const float* bias, in
     return true;
 }
 #else
-bool multiply_tiled(const Bits*, const Bits*, Bits*, const float*, int64_t, int64_t, int64_t) { return false; }
+template <typename W>
+bool multiply_tiled(const Bits*, const W*, Bits*, const float*, int64_t, int64_t, int64_t) { return false; }
 #endif
 
-template <int64_t R, typename T>
-inline void rows(int64_t m, const T* x, const T* w, T* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
+template <int64_t R, typename T, typename W>
+inline void rows(int64_t m, const T* x, const W* w, T* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
 {
     if constexpr (R > 0) {
         if (m == R) block<R>(x, w, y, bias, K, stride, outputs);
@@ -194,36 +292,40 @@ inline void rows(int64_t m, const T* x, const T* w, T* y, const float* bias, int
     }
 }
 
-template <typename T>
-void multiply(const T* x, const T* w, T* y, const float* bias, int64_t M, int64_t K, int64_t N)
+template <typename T, typename W>
+void multiply(const T* x, const W* w, T* y, const float* bias, int64_t M, int64_t K, int64_t N)
 {
     const int64_t blocks = (N + OUTPUTS - 1) / OUTPUTS;
     at::parallel_for(0, blocks, blocks * M * K < 1 << 14 ? blocks : 1, [&](int64_t first, int64_t last) {
         for (int64_t n = first; n < last; ++n) {
             const int64_t at = n * OUTPUTS, outputs = std::min(OUTPUTS, N - at);
             for (int64_t m = 0; m < M; m += ROWS)
-                rows<ROWS, T>(std::min(M - m, ROWS), x + m * K, w + at * K, y + m * N + at, bias ? bias + at : nullptr, K, N, outputs);
+                rows<ROWS>(std::min(M - m, ROWS), x + m * K, from_output(w, at, K), y + m * N + at, bias ? bias + at : nullptr, K, N, outputs);
         }
     });
 }
 
-// x [..., K], a packed weight of N outputs: [..., N].
+// x [..., K], a packed weight of N outputs, or its codes as bytes: [..., N].
 Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, int64_t outputs)
 {
     const Tensor x = input.contiguous();
-    const int64_t K = x.size(-1), M = K ? x.numel() / K : 0;
-    TORCH_CHECK(x.scalar_type() == weight.scalar_type() && weight.is_contiguous(), "a product's input and weight are of different dtypes");
-    TORCH_CHECK(weight.numel() == (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS * K, "a product's packed weight has another size");
+    const int64_t K = x.size(-1), M = K ? x.numel() / K : 0, count = (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS * K;
+    const bool coded = weight.scalar_type() == at::kByte, bf16 = x.scalar_type() == at::kBFloat16;
+    TORCH_CHECK(coded ? bf16 : x.scalar_type() == weight.scalar_type(), "a product's input and weight are of different dtypes");
+    TORCH_CHECK(weight.is_contiguous() && weight.numel() == (coded ? count / (OUTPUTS * INPUTS) * int64_t(sizeof(Codes)) : count),
+        "a product's packed weight has another size");
     auto sizes = x.sizes().vec();
     sizes.back() = outputs;
     Tensor y = at::empty(sizes, x.options());
     const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
-    if (x.scalar_type() == at::kBFloat16) {
-        const auto *from = (const Bits*)x.const_data_ptr(), *w = (const Bits*)weight.const_data_ptr();
-        if (!multiply_tiled(from, w, (Bits*)y.data_ptr(), b, M, K, outputs)) multiply(from, w, (Bits*)y.data_ptr(), b, M, K, outputs);
-    } else {
-        multiply(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), y.data_ptr<float>(), b, M, K, outputs);
-    }
+    const auto run = [&](const auto* w) {
+        const auto* from = (const Bits*)x.const_data_ptr();
+        auto* to = (Bits*)y.data_ptr();
+        if (!multiply_tiled(from, w, to, b, M, K, outputs)) multiply(from, w, to, b, M, K, outputs);
+    };
+    if (coded) run((const Codes*)weight.const_data_ptr());
+    else if (bf16) run((const Bits*)weight.const_data_ptr());
+    else multiply(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), y.data_ptr<float>(), b, M, K, outputs);
     return y;
 }
 
@@ -254,31 +356,6 @@ constexpr int64_t KEYS = 16;         // of a block
 constexpr int64_t QUERIES = 16;      // of a key head that are computed together: so many use a block of keys once it is in the cache
 constexpr float HIDDEN = -1e30f;     // the score of a masked key
 constexpr int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
-
-#if defined(__clang__)
-#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else   // GCC has that from 12 on
-#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
-#endif
-
-// [a's halves added, b's halves added], then quarters, eighths and sixteenths: after four of them, lane i is the sum of vector i, added up
-// in the same order for every i.
-#define HALVES(a, b) (SHUFFLED(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) \
-    + SHUFFLED(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-#define QUARTERS(a, b) (SHUFFLED(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) \
-    + SHUFFLED(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
-#define EIGHTHS(a, b) (SHUFFLED(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) \
-    + SHUFFLED(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31))
-#define SIXTEENTHS(a, b) (SHUFFLED(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) \
-    + SHUFFLED(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
-
-inline Floats sums_of(const Floats* v)
-{
-    Floats two[8], four[4];
-    UNROLL for (int64_t i = 0; i < 8; ++i) two[i] = HALVES(v[2 * i], v[2 * i + 1]);
-    UNROLL for (int64_t i = 0; i < 4; ++i) four[i] = QUARTERS(two[2 * i], two[2 * i + 1]);
-    return SIXTEENTHS(EIGHTHS(four[0], four[1]), EIGHTHS(four[2], four[3]));
-}
 
 template <typename T>
 inline void to_floats(float* to, const T* from, int64_t size)
@@ -485,5 +562,6 @@ TORCH_LIBRARY_IMPL(headstart_cpu, CPU, m)
 {
     m.impl("product", product);
     m.impl("pack", pack);
+    m.impl("encoded", encoded);
     m.impl("attention", attention);
 }

@@ -19,7 +19,7 @@ from headstart.inference.compiled.whole import Damaged, require_whole, seal
 from headstart.support.devices import cxx, processor
 from headstart.support.files import atomic, cache_folder
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "codes.h")]
 OPTIONS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1")
 DTYPES = (torch.float32, torch.bfloat16)
 OUTPUTS = 32
@@ -45,7 +45,7 @@ def machine() -> str:
 @functools.cache
 def code() -> str:
     """A hash of the kernels and of the machine."""
-    return hashlib.sha256(f"{machine()} | {OPTIONS} | {SOURCE.read_text()}".encode()).hexdigest()[:20]
+    return hashlib.sha256(f"{machine()} | {OPTIONS} | {[path.read_text() for path in SOURCES]}".encode()).hexdigest()[:20]
 
 
 def folder() -> Path:
@@ -66,7 +66,7 @@ def build() -> None:
     root = Path(torch.__file__).parent
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     with atomic(library()) as path:
-        command = [cxx(), str(SOURCE), *OPTIONS, *includes, "-o", str(path), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        command = [cxx(), str(SOURCES[0]), *OPTIONS, *includes, "-o", str(path), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True, capture_output=True, text=True)
         seal(path, library())
 
@@ -82,6 +82,7 @@ def load() -> None:
 OPERATIONS = torch.library.Library("headstart_cpu", "DEF")
 OPERATIONS.define("product(Tensor x, Tensor weight, Tensor? bias, int outputs) -> Tensor")
 OPERATIONS.define("pack(Tensor weight, Tensor(a!) packed, int first) -> ()")
+OPERATIONS.define("encoded(Tensor weight) -> Tensor")
 OPERATIONS.define("attention(Tensor query, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor")
 
 

@@ -99,7 +99,7 @@ def compile_missing(program: Program) -> None:
         kernels.build()
     except subprocess.CalledProcessError as error:
         faults = [line for line in error.stderr.splitlines() if "error" in line]
-        note_failure(kernels.library(), NotCompiled(f"{kernels.SOURCE.name} does not compile: {(faults or [str(error)])[0]}"))
+        note_failure(kernels.library(), NotCompiled(f"{kernels.SOURCES[0].name} does not compile: {(faults or [str(error)])[0]}"))
         return
     kernels.load()
     for region in program.regions:

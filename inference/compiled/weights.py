@@ -1,6 +1,7 @@
 """Weights in the order of the kernels, side by side in memory of huge pages, shared by all programs of a model.
 
-They are a second copy of the model's linear layers. Read in pages of 4 KB a pass takes half as long again (LOG.md).
+They are a second copy of the model's linear layers; where these were dequantized from blocks of 4 bits (GGUF's Q4_0, Q4_1 and Q4_K), codes
+of them, in three eighths of the memory. Read in pages of 4 KB a pass takes half as long again (LOG.md).
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+import psutil
 import torch
 from torch import Tensor
 
 from headstart.inference.capture.packed import version
 from headstart.inference.compiled.program import Packed, whole_blocks
+from headstart.support.text import gigabytes
 
 MEMORY_SHARE = 1 / 3
 """The copy takes at most this share of the memory that is free."""
@@ -28,28 +31,27 @@ _SHARED: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
 """Packed weights in use, by what they were made of: all programs of a model share them."""
 
 
+class NoMemory(Exception):
+    """There is no room for packed weights; the message says how much they take."""
+
+
 class Weights:
     """The packed weights of a model, made as they are needed."""
 
     def __init__(self) -> None:
         self._of: dict[Any, Tensor] = {}
 
-    def missing(self, packed: Iterable[Packed], held: Mapping[str, Tensor]) -> int:
-        """Bytes of packed weights that are not in memory yet; ``held``: weights by their names."""
-        return sum(_numel(one, held) * held[str(one.names[0])].element_size() for one in self._new(packed, held) if not one.bias)
-
     def add(self, packed: Iterable[Packed], held: Mapping[str, Tensor]) -> None:
-        """Make what is missing, in memory of huge pages."""
+        """Make what is not in memory yet, in memory of huge pages; ``held``: weights by their names. Raises NoMemory."""
         new = self._new(packed, held)
-        weights = [one for one in new if not one.bias]
-        places = side_by_side([(_numel(one, held), held[str(one.names[0])].dtype) for one in weights])
-        for one, place in zip(weights, places, strict=True):
-            at = 0
-            for name, outputs in zip(one.names, one.outputs, strict=True):
-                weight = held[str(name)]
-                torch.ops.headstart_cpu.pack(weight.t() if one.transposed else weight, place, at)
-                at += whole_blocks(outputs)
-            self._of[_key(one, held)] = place
+        weights = {one: [held[str(name)].t() if one.transposed else held[str(name)] for name in one.names] for one in new if not one.bias}
+        coded = {one: _codes(layers) for one, layers in weights.items()}
+        sizes = [_size(coded[one] or layers) for one, layers in weights.items()]
+        needed, free = sum(count * dtype.itemsize for count, dtype in sizes), psutil.virtual_memory().available
+        if needed > MEMORY_SHARE * free:
+            raise NoMemory(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of free memory")
+        for (one, layers), place in zip(weights.items(), side_by_side(sizes), strict=True):
+            self._of[_key(one, held)] = torch.cat(coded[one], out=place) if coded[one] else _pack(layers, place)
         self._of |= {_key(one, held): _biases(one, held) for one in new if one.bias}
         _SHARED.update({_key(one, held): self._of[_key(one, held)] for one in new})
 
@@ -70,9 +72,28 @@ def _key(packed: Packed, held: Mapping[str, Tensor]) -> Any:
     return packed.outputs, packed.transposed, packed.bias, made_of
 
 
-def _numel(weight: Packed, held: Mapping[str, Tensor]) -> int:
-    first = held[str(weight.names[0])]
-    return sum(map(whole_blocks, weight.outputs)) * first.shape[0 if weight.transposed else 1]
+def _codes(layers: Sequence[Tensor]) -> list[Tensor]:
+    """The codes of weights dequantized from blocks of 4 bits, of which products make the same numbers; empty if one is no such weight."""
+    found: list[Tensor] = []
+    for layer in layers:
+        if layer.dtype != torch.bfloat16 or not len(codes := torch.ops.headstart_cpu.encoded(layer)):
+            return []
+        found.append(codes)
+    return found
+
+
+def _size(parts: Sequence[Tensor]) -> tuple[int, torch.dtype]:
+    """Elements and dtype of the weights of layers, packed, or of their codes."""
+    return sum(len(one) if one.ndim == 1 else whole_blocks(len(one)) * one.shape[1] for one in parts), parts[0].dtype
+
+
+def _pack(layers: Sequence[Tensor], place: Tensor) -> Tensor:
+    """Write the weights of layers in the order of the kernels, one after the other."""
+    at = 0
+    for layer in layers:
+        torch.ops.headstart_cpu.pack(layer, place, at)
+        at += whole_blocks(len(layer))
+    return place
 
 
 def _biases(weight: Packed, held: Mapping[str, Tensor]) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +69,25 @@ def test_attention_gives_a_query_the_same_bits_alone_and_among_others(
         order = torch.randperm(S)
         moved = ops.attention(query, keys[:, :, order], values[:, :, order], mask[..., order], 0.2)
         assert torch.allclose(moved.double(), found.double(), atol=2**-7)
+
+
+OTHER_PROCESSOR = """
+import sys
+import pytest
+from headstart.inference.compiled import kernels
+
+kernels.OPTIONS += (sys.argv[1],)
+sys.exit(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.slow
+@needs_a_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86-64")
+@pytest.mark.parametrize("option", ["-mno-amx-tile", "-mno-avx512f"])
+def test_kernels_for_processors_with_less(option: str) -> None:
+    files = [str(Path(__file__).with_name(name)) for name in ("test_kernels.py", "test_codes.py")]
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESSOR, option, *files], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
