@@ -1,6 +1,7 @@
 // Weights in bf16 that were dequantized from blocks of 4 bits (GGUF's Q4_0, Q4_1 and Q4_K): scale * code + offset, rounded, for every output and
 // 32 inputs. So packed, [blocks, K / INPUTS] of `Codes`, they take three eighths of the memory, and products make the same numbers of them in
-// registers. Scale, offset and codes are found from the numbers alone, whatever file they are from. Part of kernels.cpp.
+// registers. Scale, offset and codes are found from the numbers alone, whatever file they are from. Part of kernels.cpp, for processors with
+// AVX-512's bf16: with AVX2 one row took longer so.
 
 constexpr int64_t INPUTS = 32;
 struct Codes {
@@ -8,13 +9,9 @@ struct Codes {
     uint16_t codes[OUTPUTS / 4][INPUTS];   // an input's codes of four outputs: the first one's are the lowest bits
 };
 
-template <typename T> inline const T* from_output(const T* w, int64_t output, int64_t K) { return w + output * K; }
-inline const Codes* from_output(const Codes* w, int64_t output, int64_t K) { return w + output / OUTPUTS * (K / INPUTS); }
-
 #if defined(__AVX512BF16__)
+inline const Codes* from_output(const Codes* w, int64_t output, int64_t K) { return w + output / OUTPUTS * (K / INPUTS); }
 using Pairs = __m512bh;   // INPUTS numbers in bf16
-inline Pairs pairs_of(const Bits* x) { return (__m512bh)_mm512_loadu_si512(x); }
-inline Floats added(Floats sums, Pairs a, Pairs b) { return (Floats)_mm512_dpbf16_ps((__m512)sums, a, b); }
 
 // Weights of outputs o and o + 1: each has 16 different ones, which the codes select.
 inline void decode(const Codes& from, int64_t o, Pairs* to)
@@ -28,42 +25,25 @@ inline void decode(const Codes& from, int64_t o, Pairs* to)
     to[0] = (__m512bh)_mm512_permutexvar_epi16(one, table);
     to[1] = (__m512bh)_mm512_permutexvar_epi16(two, table);
 }
-#else
-struct Pairs { Floats even, odd; };
-inline Pairs pairs_of(const Bits* x) { const Words pairs = load<Words>(x); return {low(pairs), high(pairs)}; }
-inline Floats added(Floats sums, const Pairs& a, const Pairs& b) { sums += a.even * b.even; sums += a.odd * b.odd; return sums; }
-
-inline void decode(const Codes& from, int64_t o, Pairs* to)
-{
-    for (int64_t i = o; i < o + 2; ++i) {
-        const auto weights = [&](Words codes) {
-            const Words w = (Words)(__builtin_convertvector(codes & 15u, Floats) * from.scales[i] + from.offsets[i]);
-            return high(w + 0x7fffu + (w >> 16 & 1u));
-        };
-        const Words codes = load<Words>(from.codes[i / 4]) >> uint32_t(i % 4 * 4);
-        to[i - o] = {weights(codes), weights(codes >> 16)};
-    }
-}
-#endif
 
 template <int64_t R>
 inline void block(const Bits* x, const Codes* w, Bits* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
 {
     Floats parts[R][OUTPUTS];   // of sums, which are added up at the end
     for (int64_t o = 0; o < OUTPUTS; o += 2) {
-        Floats s[R][2] = {};
+        __m512 s[R][2] = {};
         for (int64_t k = 0; k < K; k += INPUTS) {
             const Codes* from = w + k / INPUTS;
             Pairs weights[2];
             decode(*from, o, weights);
             __builtin_prefetch((const char*)(from + K / INPUTS) + o / 2 * 64);   // of the next block
             UNROLL for (int64_t r = 0; r < R; ++r) {
-                const Pairs in = pairs_of(x + r * K + k);
-                s[r][0] = added(s[r][0], in, weights[0]);
-                s[r][1] = added(s[r][1], in, weights[1]);
+                const Pairs in = (Pairs)_mm512_loadu_si512(x + r * K + k);
+                s[r][0] = _mm512_dpbf16_ps(s[r][0], in, weights[0]);
+                s[r][1] = _mm512_dpbf16_ps(s[r][1], in, weights[1]);
             }
         }
-        UNROLL for (int64_t r = 0; r < R; ++r) { parts[r][o] = s[r][0]; parts[r][o + 1] = s[r][1]; }
+        UNROLL for (int64_t r = 0; r < R; ++r) { parts[r][o] = (Floats)s[r][0]; parts[r][o + 1] = (Floats)s[r][1]; }
     }
     for (int64_t r = 0; r < R; ++r) {
         float sums[OUTPUTS];
@@ -157,17 +137,27 @@ inline bool encode(const Bits* from, float& scale, float& offset, uint8_t* codes
 Tensor encoded(const Tensor& weight)
 {
     const int64_t N = weight.size(0), K = weight.size(1), blocks = (N + OUTPUTS - 1) / OUTPUTS;
+    float scale, offset;
+    uint8_t some[INPUTS];
+    if (K % INPUTS || !encode((const Bits*)weight[0].slice(0, 0, INPUTS).contiguous().const_data_ptr(), scale, offset, some))
+        return at::empty({0}, at::kByte);   // as most are, at once
     const Tensor dense = weight.contiguous(), found = at::zeros({blocks * (K / INPUTS) * int64_t(sizeof(Codes))}, at::kByte);
-    std::atomic<bool> fits = K % INPUTS == 0;
+    std::atomic<bool> fits = true;
     at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
         for (int64_t n = first * OUTPUTS; n < std::min(last * OUTPUTS, N); ++n)
             for (int64_t k = 0; fits && k < K; k += INPUTS) {
                 Codes& to = ((Codes*)found.data_ptr())[n / OUTPUTS * (K / INPUTS) + k / INPUTS];
                 const int64_t o = n % OUTPUTS;
                 uint8_t codes[INPUTS];
-                if (!encode((const Bits*)dense.const_data_ptr() + n * K + k, to.scales[o], to.offsets[o], codes)) fits = false;
+                if (!encode((const Bits*)dense.const_data_ptr() + n * K + k, to.scales[o], to.offsets[o], codes)) {
+                    fits = false;
+                    break;
+                }
                 for (int64_t i = 0; i < INPUTS; ++i) to.codes[o / 4][i] |= uint16_t(codes[i] << o % 4 * 4);
             }
     });
     return fits ? found : found.new_empty({0});
 }
+#else
+Tensor encoded(const Tensor&) { return at::empty({0}, at::kByte); }
+#endif

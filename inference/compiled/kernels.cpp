@@ -96,6 +96,8 @@ inline Floats sums_of(const Floats* v)
     return SIXTEENTHS(EIGHTHS(four[0], four[1]), EIGHTHS(four[2], four[3]));
 }
 
+template <typename T> inline const T* from_output(const T* w, int64_t output, int64_t K) { return w + output * K; }
+
 #include "codes.h"
 
 // Products. A packed weight [blocks, K, OUTPUTS] holds the weights of one input side by side; in bf16 [blocks, K / 2, OUTPUTS, 2].
@@ -323,8 +325,11 @@ Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Te
         auto* to = (Bits*)y.data_ptr();
         if (!multiply_tiled(from, w, to, b, M, K, outputs)) multiply(from, w, to, b, M, K, outputs);
     };
+#if defined(__AVX512BF16__)
     if (coded) run((const Codes*)weight.const_data_ptr());
-    else if (bf16) run((const Bits*)weight.const_data_ptr());
+    else
+#endif
+    if (bf16) run((const Bits*)weight.const_data_ptr());
     else multiply(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), y.data_ptr<float>(), b, M, K, outputs);
     return y;
 }

@@ -168,7 +168,9 @@ def mkl_depends_on_rows() -> bool:
     ("layers", "dtype"),
     [
         *((layers, torch.bfloat16) for layers in OTHER_LAYERS),
-        pytest.param("experts", torch.float32, marks=[pytest.mark.slow, pytest.mark.skipif(mkl_depends_on_rows(), reason="MKL's products")]),
+        pytest.param(
+            "experts", torch.float32, marks=[pytest.mark.slow, pytest.mark.skipif(mkl_depends_on_rows(), reason="MKL's products")]
+        ),
         pytest.param("recurrent", torch.float32, marks=pytest.mark.slow),
     ],
 )
