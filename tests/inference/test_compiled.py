@@ -231,7 +231,7 @@ def test_where_it_does_not_work_decoding_goes_on_with_one_line(
     on, rows = in_bf16(), left_padded(prompts([9]))
     expected = say(SpeculativeModel(on, capture="off"), rows, max_new_tokens=12)
     if fault == "memory":
-        monkeypatch.setattr(compiled_pass.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=1 << 40))
+        monkeypatch.setattr(weights.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=1 << 40))
         monkeypatch.setattr(weights, "_SHARED", {})
         line = "more than a third of the"
     elif fault == "result":
