@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headstart.inference.compiled.kernels import OUTPUTS
 from headstart.inference.compiled.sizes import Inputs, hold, sizes_named
 
-FORMAT = 1
+FORMAT = 2
 SPACE: dict[str, Any] = {
     "torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "operator": operator, "NoneType": type(None),
 }  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 307, "lines": 42_968, "lines of code": 30_302}
+LIMITS = {"files": 307, "lines": 42_976, "lines of code": 30_307}
 IMPORTED = 104
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 TEST_ENTRIES = 15

@@ -157,21 +157,12 @@ OTHER_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 WIDER_MIXED = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 
 
-def mkl_depends_on_rows() -> bool:
-    """True where MKL adds up the products of few rows in another order than those of many: experts in fp32 use it."""
-    x, weight = torch.randn(64, 1536, generator=torch.Generator().manual_seed(0)), torch.ones(1536, 64)
-    return not torch.equal(x[:4] @ weight, (x @ weight)[:4])
-
-
 @needs_bf16
 @pytest.mark.parametrize(
     ("layers", "dtype"),
     [
         *((layers, torch.bfloat16) for layers in OTHER_LAYERS),
-        pytest.param(
-            "experts", torch.float32, marks=[pytest.mark.slow, pytest.mark.skipif(mkl_depends_on_rows(), reason="MKL's products")]
-        ),
-        pytest.param("recurrent", torch.float32, marks=pytest.mark.slow),
+        *(pytest.param(layers, torch.float32, marks=pytest.mark.slow) for layers in ("experts", "recurrent")),
     ],
 )
 def test_drafts_change_no_bit_of_other_layers(layers: str, dtype: torch.dtype) -> None:
