@@ -40,6 +40,8 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     """For each pass, the nodes of a row's tree, root included: 1 for an autoregressive step; with beams, each beam has a root."""
     pass_seconds: list[float] | None = None
     """The seconds of each pass; the prefill is not in them."""
+    capture: str | None = None
+    """How its last passes ran: ``compile``, ``trace``, ``cuda-graph`` or ``off``."""
     trees: list[list[VerifiedTree]] | None = None
     """For each row, the verified tree of each of its passes; None with beams."""
     sequences_scores: Tensor | None = None
@@ -74,6 +76,7 @@ def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Reque
         drafted=None if beams else [[one.drafted[row] for _, one in its] for row, its in enumerate(own)],
         nodes=[one.nodes for one in passes],
         pass_seconds=[one.seconds for one in passes],
+        capture=decoder.reader.captured_by,
         trees=None if beams else [[one.trees[row] for _, one in its] for row, its in enumerate(own)],
         sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
         beam_indices=beams.beam_indices() if beams is not None else None,

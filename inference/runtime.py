@@ -21,7 +21,7 @@ import torch
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.capture.backend import is_out_of_memory
-from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.capture import Capturer, Collect
 from headstart.inference.capture.watch import HOOKED, hooks, sample_of
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.reader import Reader
@@ -108,13 +108,13 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """The reader and the draft sources, kept from call to call."""
+    """The reader and the draft sources, kept from call to call. ``collect``: see `Capturer`."""
 
-    def __init__(self, heads: SpeculativeModel, speculate: bool) -> None:
+    def __init__(self, heads: SpeculativeModel, speculate: bool, collect: Collect | None = None) -> None:
         drafters, proposers = (heads.drafters, heads.proposers) if speculate else ([], [])
         self.modules = (heads.backbone.model, *drafters)
         hooked = bool(hooks(self.modules))
-        self.capturer = Capturer("off" if hooked else heads.capture, heads.backbone.device)
+        self.capturer = Capturer("off" if hooked else heads.capture, heads.backbone.device, collect)
         if hooked:
             self.capturer.reason = HOOKED
             logger.warning(f"passes are not captured, which makes small models slower: {HOOKED}")

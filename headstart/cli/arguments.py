@@ -163,20 +163,25 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The backbone and how its passes run."""
-    parser.add_argument("--head-module", metavar="MODULE", help="import this module first: it has the code of heads of your own")
     parser.add_argument("--backbone", metavar="PATH", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
+    add_loading(parser)
+    parser.add_argument(
+        "--capture",
+        choices=("auto", "trace", "cuda-graph", "compile", "off"),
+        default="auto",
+        help="how forward passes run without Python's overhead (auto: on a CPU by the layers that `headstart compile` compiled, else by"
+        " traces; off elsewhere; compile: compile first what lacks)",
+    )
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """How the backbone is loaded."""
+    parser.add_argument("--head-module", metavar="MODULE", help="import this module first: it has the code of heads of your own")
     about = "PEFT adapter to put on the backbone: folder or hub id (default: the one that the heads were trained with, if any)"
     parser.add_argument("--adapter", metavar="DIR", help=about)
     parser.add_argument("--allow-finetuned", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository; read it first")
     add_precision(parser)
-    parser.add_argument(
-        "--capture",
-        choices=("auto", "trace", "cuda-graph", "compile", "off"),
-        default="auto",
-        help="how forward passes run without Python's overhead (auto: compiled layers and traces on a CPU,"
-        " off elsewhere; compile: the same, but wait for the compiler)",
-    )
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from headstart.support.text import read_input, read_text
 if TYPE_CHECKING:
     from headstart.inference.output import GenerateOutput
 
+CAPTURED = {"compile": "compiled", "trace": "traced", "cuda-graph": "recorded", "off": "uncaptured"}
 GENERATE_EXAMPLE = """examples:
   headstart generate --heads out/eagle3 "def fibonacci(n):"
   headstart generate --heads out/eagle3 --temperature 0.7 --seed 1 --file question.txt --json answer.json
@@ -61,7 +62,8 @@ def generate(args: argparse.Namespace) -> int:
     write_json(args.json, report)
     seed = f", seed {report['seed']}" if args.temperature > 0 else ""
     print(
-        f"mean acceptance length (tau) {report['tau']:.2f}, {report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s{seed}",
+        f"mean acceptance length (tau) {report['tau']:.2f}, {report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s,"
+        f" {CAPTURED[report['capture']]} passes{seed}",
         file=sys.stderr,
     )
     return 0
@@ -81,6 +83,7 @@ def _statistics(output: GenerateOutput, seconds: float) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_second": tally.tokens / seconds,
         **tally.milliseconds(),
+        "capture": output.capture,
     }
 
 

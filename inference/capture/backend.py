@@ -69,6 +69,7 @@ class Backend(ABC):
     """Captures one function.
 
     ``module``: the module that the function runs. ``memory``: of a backend with ``fixed``, where stores lie; shared by its functions.
+    ``same_bits``: see `Capturer.capture`.
     """
 
     name: ClassVar[str]
@@ -81,8 +82,8 @@ class Backend(ABC):
     most_captures: ClassVar[int] = 64
     """Captures of a function that are kept, a few MB each. Widths, depths and combinations of filters have captures of their own."""
 
-    def __init__(self, module: nn.Module | None, memory: FixedMemory) -> None:
-        self.module, self.memory = module, memory
+    def __init__(self, module: nn.Module | None, memory: FixedMemory, same_bits: bool = False) -> None:
+        self.module, self.memory, self.same_bits = module, memory, same_bits
 
     @classmethod
     @abstractmethod
@@ -103,10 +104,13 @@ class Backend(ABC):
 
 
 class Capture(ABC):
-    """One captured function. It is replayed only at sizes within the range over which it was compared with the function."""
+    """One captured function. It is replayed only at sizes within the range over which it was compared with the function.
 
-    def __init__(self) -> None:
-        self.used = 0
+    ``same_bits``: see `Capturer.capture`.
+    """
+
+    def __init__(self, same_bits: bool = False) -> None:
+        self.same_bits, self.used = same_bits, 0
         """The number of the function's last call that replayed it."""
         self.least: list[int] = []
         self.most: list[int] = []
@@ -125,7 +129,7 @@ class Capture(ABC):
         self.least, self.most = [*map(min, self.least or sizes, sizes)], [*map(max, self.most or sizes, sizes)]
 
     def compare(self, function: Function, call: Call) -> Any:
-        """The function's own result if a replay at these new shapes equals it up to rounding; else None."""
+        """The function's own result if a replay at these new shapes equals it, up to rounding or in every bit; else None."""
         expected = function(call.held, *call.inputs)
         try:
             replayed = list_tensors(self(call))
@@ -133,7 +137,8 @@ class Capture(ABC):
             if is_out_of_memory(error):
                 raise
             return None
-        if not all_nearly_equal(replayed, list_tensors(expected)):
+        equal = all_equal if self.same_bits else all_nearly_equal
+        if not equal(replayed, list_tensors(expected)):
             return None
         self.extend_range(call.shapes)
         return expected
@@ -154,6 +159,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _sizes(shapes: Iterable[torch.Size]) -> list[int]:
     return [size for shape in shapes for size in shape]
+
+
+def all_equal(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """True if two results of a function are the same in every bit."""
+    return len(results) == len(others) and all(
+        one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+        for one, other in zip(results, others, strict=True)
+    )
 
 
 def all_nearly_equal(results: Sequence[Tensor], others: Sequence[Tensor], compared: slice = slice(None)) -> bool:

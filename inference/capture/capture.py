@@ -15,6 +15,7 @@ import functools
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -27,7 +28,10 @@ from headstart.support.devices import is_accelerator
 from headstart.support.errors import UserError
 
 BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
-"""auto: after `PATIENCE` calls of the first function, traces on a CPU, and nothing elsewhere. The others capture at the first call."""
+"""auto: on a CPU what is compiled, else traces after `PATIENCE` calls of the first function; nothing elsewhere. The others capture at the
+first call; ``compile`` compiles what lacks."""
+Collect = Callable[[Path, Any], object]
+"""Takes the programs of passes that are not compiled, by their files."""
 
 
 def _trace() -> type[Backend]:
@@ -63,10 +67,6 @@ class Compiling(Protocol):
     def active(self) -> bool:
         """True while it is used."""
 
-    @property
-    def pending(self) -> bool:
-        """True while they are being compiled."""
-
     def give_up(self, reason: str) -> None:
         """Run the function itself from now on."""
 
@@ -82,11 +82,12 @@ class CaptureReport:
 class Capturer:
     """Captures functions with one backend and keeps the reason for each function that is not captured.
 
-    Raises UserError if the backend does not exist or cannot be used here; ``auto`` falls back to none.
+    ``collect``: is given what lacks, to be compiled later. Raises UserError if the backend does not exist or cannot be used here; ``auto``
+    falls back to none.
     """
 
-    def __init__(self, name: BackendName, device: torch.device) -> None:
-        self.name = name
+    def __init__(self, name: BackendName, device: torch.device, collect: Collect | None = None) -> None:
+        self.name, self.collect = name, collect
         self.backend, self.reason = choose(name, device)
         self.device = device
         self.patience = PATIENCE if name == "auto" else 0
@@ -107,13 +108,15 @@ class Capturer:
         unless: str | None = None,
         *,
         calls_per_step: int = 1,
+        same_bits: bool = False,
     ) -> Captured:
         """Wrap ``function(held, *inputs)``. ``name``: its name in reports. ``unless``: a reason not to capture it; None: capture it.
 
-        ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions.
+        ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions. ``same_bits``: a
+        capture whose results differ from the function's in any bit is not used, if the backend compares them.
         """
         kind = None if unless is not None else self.backend
-        backend = kind(module, self.memory) if kind is not None else None
+        backend = kind(module, self.memory, same_bits) if kind is not None else None
         captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
         captured.loads_kernels, captured.functions = is_accelerator(self.device), self.functions
         self.functions.append(captured)

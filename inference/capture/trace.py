@@ -1,5 +1,5 @@
-"""Backend ``trace``: TorchScript on a CPU, with packed weights. For passes that are not compiled: where there is no C++ compiler, before
-compiled layers are ready, and of kinds that have none (`engine/compiled_read.py`).
+"""Backend ``trace``: TorchScript on a CPU, with packed weights. For passes that are not compiled: where there is no C++ compiler, or
+nothing was compiled, and of kinds that have none (`engine/compiled_read.py`).
 
 A small model spends most of a forward pass in Python, launching some hundred operations; replaying them from a trace takes half the time.
 A trace works for new sizes without retracing. `torch.jit.trace` is not used: it keeps the graph of every trace, some MB of a model's
@@ -60,15 +60,18 @@ class Trace(Backend):
 
     def capture(self, function: Function, call: Call) -> Capture:
         if self.packed:
-            captured = _Traced(function, call, packed=True)
-            if not captured.packed or captured.compare(function, call) is not None:
+            captured = _Traced(function, call, True, self.same_bits)
+            if not (captured.packed or self.same_bits) or captured.compare(function, call) is not None:
                 return captured
-        return _Traced(function, call, packed=False)
+        captured = _Traced(function, call, False, self.same_bits)
+        if self.same_bits and captured.compare(function, call) is None:
+            raise ValueError("a trace rounds otherwise on this processor")
+        return captured
 
 
 class _Traced(Capture):
-    def __init__(self, function: Function, call: Call, packed: bool) -> None:
-        super().__init__()
+    def __init__(self, function: Function, call: Call, packed: bool, same_bits: bool) -> None:
+        super().__init__(same_bits)
         flat = Flat(function, call)
         self.traced = ProductFunction(trace(flat, call.leaves), packed)
         self.build = flat.build

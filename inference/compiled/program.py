@@ -40,6 +40,14 @@ class Region:
         """A hash of both."""
         return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:20]
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Region:
+        """The region of `to_json`."""
+        return cls(found["text"], _shaped(found["inputs"]))
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -52,6 +60,10 @@ class Packed:
     outputs: tuple[int, ...]
     transposed: bool = False
     bias: bool = False
+
+
+def _shaped(inputs: Sequence[Any]) -> Inputs:
+    return tuple((dtype, tuple(shape)) for dtype, shape in inputs)
 
 
 def whole_blocks(outputs: int) -> int:
@@ -88,12 +100,11 @@ class Program:
         """The program of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         if found["format"] != FORMAT:
             raise ValueError("another format")
-        shaped = lambda inputs: tuple((dtype, tuple(shape)) for dtype, shape in inputs)  # noqa: E731
-        regions = tuple(Region(one["text"], shaped(one["inputs"])) for one in found["regions"])
+        regions = tuple(map(Region.from_json, found["regions"]))
         made = lambda one: Packed(tuple(one["names"]), tuple(one["outputs"]), one["transposed"], one["bias"])  # noqa: E731
         packed = {name: made(one) for name, one in found["packed"].items()}
         calls = tuple((number, tuple(names)) for number, names in found["calls"])
-        return cls(found["text"], shaped(found["inputs"]), tuple(found["conditions"]), dict(found["attributes"]), packed, regions, calls)
+        return cls(found["text"], _shaped(found["inputs"]), tuple(found["conditions"]), dict(found["attributes"]), packed, regions, calls)
 
 
 def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import subprocess
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -93,26 +94,38 @@ def load_layers(program: Program) -> list[Layer]:
     return [Layer(require_whole(layer_folder(one) / FILE).parent) for one in program.regions]
 
 
+def lacking(programs: Iterable[Program]) -> list[Region]:
+    """The regions of programs that are not compiled and can be, each once."""
+    regions = dict.fromkeys(region for program in programs for region in program.regions)
+    return [one for one in regions if not (layer_folder(one) / FILE).is_file() and failure(one) is None]
+
+
 def compile_missing(program: Program) -> None:
     """Compile what the program lacks; what cannot be compiled is noted (`failure`). Raises OSError, such as that of a full disk."""
+    compile_kernels()
+    for region in lacking([program]) if failure(kernels.library()) is None else ():
+        compile_part(region)
+
+
+def compile_kernels() -> None:
+    """Compile the operations of ours, or note why that is not possible. Raises OSError."""
     try:
         kernels.build()
     except subprocess.CalledProcessError as error:
         faults = [line for line in error.stderr.splitlines() if "error" in line]
         note_failure(kernels.library(), NotCompiled(f"{kernels.SOURCES[0].name} does not compile: {(faults or [str(error)])[0]}"))
-        return
-    kernels.load()
-    for region in program.regions:
-        folder = layer_folder(region)
-        if (folder / FILE).is_file() or failure(region) is not None:
-            continue
-        try:
-            compile_region(region, folder)
-        except OSError:  # a full disk, or somebody else was faster
-            if not (folder / FILE).is_file():
-                raise
-        except Exception as error:  # inductor raises its own kinds
-            note_failure(region, error)
+
+
+def compile_part(region: Region) -> None:
+    """Compile a region, or note why that is not possible. Raises OSError."""
+    folder = layer_folder(region)
+    try:
+        compile_region(region, folder)
+    except OSError:  # a full disk, or somebody else was faster
+        if not (folder / FILE).is_file():
+            raise
+    except Exception as error:  # inductor raises its own kinds
+        note_failure(region, error)
 
 
 def lacks(program: Program) -> bool:

@@ -24,7 +24,7 @@ def require_whole(file: Path) -> Path:
     except OSError:
         pass
     discard(file)
-    raise Damaged(f"{file} is damaged; it is made again")
+    raise Damaged(f"{file} is damaged and was removed; headstart compile makes it again")
 
 
 def _sum(file: Path) -> Path:

@@ -22,44 +22,65 @@ from headstart.inference.capture.capture import Capturer
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
-    from headstart.inference.compiled.compiled_pass import CompiledPass
+    from headstart.inference.compiled.compiled_pass import CompiledPass, Missing
     from headstart.inference.compiled.sizes import Shape
     from headstart.inference.engine.reader import Reader
 
 OFF = "HEADSTART_COMPILE"
-"""With this environment variable at 0, nothing is compiled unless it is asked for by name."""
+"""With this environment variable at 0, compiled code is not used unless it is asked for by name."""
+HINT = "decoding without compiled layers; `headstart compile {}` compiles them once, in some two minutes, for up to twice the speed"
+ROPE = "its rotary frequencies depend on the context length"
 logger = logging.getLogger(__name__)
 UNSTATED = ("_name_or_path", "transformers_version")
 
 
 def compiled_read(reader: Reader, function: Callable[..., Any]) -> CompiledPass | None:
-    """`Reader._read` compiled; None where the capturer's backend or the machine does not."""
+    """`Reader._read` with every tap, compiled; None where the capturer's backend or the machine does not.
+
+    With every tap, so that all heads, and none, have the same program: their passes have the same bits.
+    """
     if not compiles(reader.capturer, reader.backbone):
         return None
     from headstart.inference.compiled.compiled_pass import CompiledPass, Where  # here, since few calls need it
 
     on, capturer = reader.backbone, reader.capturer
-    where = Where(list(on.layers), [on.model], (described(on.model), reader.taps), capturer.compiled)
-    return CompiledPass(function, _shapes, where, wait=capturer.name == "compile")
+    where = Where(list(on.layers), [on.model], described(on.model), capturer.compiled, HINT.format(on.name or "MODEL"))
+    return CompiledPass(function, _shapes, where, missing(capturer))
+
+
+def missing(capturer: Capturer) -> Missing:
+    """What is done about code that is not compiled: collected for `compile_model`, compiled at once for ``compile``, else nothing."""
+    from headstart.inference.compiled import store
+
+    return capturer.collect or ((lambda _, program: store.compile_missing(program)) if capturer.name == "compile" else None)
 
 
 def compiles(capturer: Capturer, backbone: Backbone) -> bool:
-    """True if passes are compiled. Raises UserError if that is asked for by name and cannot be."""
+    """True if compiled code is used. Raises UserError if that is asked for by name and cannot be."""
     name = capturer.name
     if name not in ("auto", "compile") or backbone.device.type != "cpu" or (name == "auto" and os.environ.get(OFF) == "0"):
         return False
-    from headstart.inference.compiled import kernels
-
-    reason = kernels.unavailable()
-    if reason is None and backbone.dtype not in kernels.DTYPES:
-        reason = f"the model is in {backbone.dtype}".replace("torch.", "")
-    if reason is None and backbone.recurrent is not None:
-        reason = f"{type(backbone.model).__name__} has recurrent layers"
+    reason = not_compilable(backbone)
     if reason is not None and name == "compile":
         raise UserError(f"capture 'compile' cannot be used: {reason}; choose 'auto' or 'off'")
     if reason is not None:
         say_once(reason)
     return reason is None
+
+
+def not_compilable(backbone: Backbone) -> str | None:
+    """The reason why the model's passes cannot be compiled here; None if they can."""
+    from headstart.inference.compiled import kernels
+
+    if backbone.device.type != "cpu":
+        return f"compiled layers are for the CPU; the model is on {backbone.device.type}"
+    if backbone.dtype not in kernels.DTYPES:
+        return f"the model is in {backbone.dtype}".replace("torch.", "")
+    if backbone.recurrent is not None:
+        return f"{type(backbone.model).__name__} has recurrent layers"
+    if backbone.rope_limit is not None:
+        return ROPE
+    return kernels.unavailable()
 
 
 @functools.cache

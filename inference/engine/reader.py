@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from headstart.heads.kv.rows import pad_rows
 from headstart.heads.kv.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts, available
-from headstart.inference.engine.compiled_read import compiled_read
+from headstart.inference.engine.compiled_read import ROPE, compiled_read
 from headstart.inference.engine.tree import CandidateTree, graph_size
 from headstart.support.pytree import list_tensors, map_tensors
 
@@ -44,9 +45,12 @@ class Reader:
         self.capturer = capturer
         self.memory = capturer.memory if capturer.fixed else None
         """Where the stores of texts lie; None: each has its own."""
-        unless = None if backbone.rope_limit is None else "its rotary frequencies depend on the context length"
-        self.read = capturer.capture(self._alike(self._read), "verification", backbone.model, unless)
-        self.compiled = compiled_read(self, self._read) if unless is None else None
+        unless = None if backbone.rope_limit is None else ROPE
+        self.read = capturer.capture(
+            self._alike(partial(self._read, taps)), "verification", backbone.model, unless, same_bits=backbone.exact
+        )
+        every = tuple(range(backbone.num_layers + 1))
+        self.compiled = compiled_read(self, partial(self._read, every)) if unless is None else None
         self._prefill = self._alike(self._prefilled)
 
     @property
@@ -56,10 +60,15 @@ class Reader:
             return "compiled"
         return "captured" if self.read.captures_made else ""
 
+    @property
+    def captured_by(self) -> str:
+        """How verification passes run: ``compile``, ``trace``, ``cuda-graph`` or ``off``."""
+        if self.made == "compiled":
+            return "compile"
+        return self.read.backend.name if self.read.backend is not None and self.read.captures_made else "off"
+
     def start(self, positions: int) -> None:
         """Start a call; ``positions``: how long a row may become, trees included."""
-        if self.compiled is not None:
-            self.compiled.begin()
         self.memory = self.capturer.memory if self.capturer.fixed else None
         self.capturer.memory.positions = max(self.capturer.memory.positions, positions)
 
@@ -157,12 +166,14 @@ class Reader:
         arguments = (stores, cache.states), *inputs[:-1], ends
         compiled = None if self.compiled is None else self.compiled(*arguments)
         features, logits_BNV, cache.added = self.read(*arguments) if compiled is None else compiled[0]
+        features = replace(features, taps={tap: (features.taps or {})[tap] for tap in self.taps} or None)
         if rows > B:
             features, logits_BNV = map_tensors(lambda value_B: value_B[:B], (features, logits_BNV))
         return features, logits_BNV
 
     def _read(
         self,
+        taps: tuple[int, ...],
         held: tuple[Stores, States | None],
         tokens_BN: Tensor,
         levels_BM: Tensor,
@@ -181,23 +192,23 @@ class Reader:
         masks = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slot_S.shape[0], self.backbone.windows)
         self.view.over(stores, slots_BN, slot_S.shape[0])
         if tokens_BN.shape != (1, 1) or not self.backbone.exact:
-            return self._pass(Branch(states, ancestors_BNM, levels_BM), tokens_BN, positions_BN, masks)
+            return self._pass(taps, Branch(states, ancestors_BNM, levels_BM), tokens_BN, positions_BN, masks)
         rows, itself = (1, EQUAL_ROWS), torch.eye(EQUAL_ROWS, dtype=torch.bool)[None]
         with equal_queries():
             masks = {kind: mask_BNS.expand(*rows, -1) for kind, mask_BNS in masks.items()}
             level_11 = levels_BM if index_BN is None else levels_BM.gather(1, index_BN)  # of beams, many nodes have slots
             branch = Branch(states, itself, level_11.expand(rows))
             self.view.over(stores, slots_BN.expand(rows), slot_S.shape[0])
-            found = self._pass(branch, tokens_BN.expand(rows), positions_BN.expand(rows), masks)
+            found = self._pass(taps, branch, tokens_BN.expand(rows), positions_BN.expand(rows), masks)
         features, logits_BNV, added = found
         return map_tensors(lambda one: one[:, :1], features), logits_BNV[:, :1], added
 
     def _pass(
-        self, branch: Branch, tokens_BN: Tensor, positions_BN: Tensor, masks: dict[str, Tensor]
+        self, taps: tuple[int, ...], branch: Branch, tokens_BN: Tensor, positions_BN: Tensor, masks: dict[str, Tensor]
     ) -> tuple[Features, Tensor, Added | None]:
         recurrent = self.backbone.recurrent
         with recurrent.along(branch) if recurrent is not None else nullcontext():
-            features = self.backbone.read(tokens_BN, self.view, positions_BN, masks, self.taps)
+            features = self.backbone.read(tokens_BN, self.view, positions_BN, masks, taps)
         return features, self.backbone.readout(features.hidden_BTD), branch.added() if recurrent is not None else None
 
     def _alike(self, function: Callable[..., Any]) -> Callable[..., Any]:

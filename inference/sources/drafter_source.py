@@ -21,7 +21,7 @@ from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.heads.kv.rows import STEP, pad_rows, padded_rows
 from headstart.inference.capture.backend import Call, all_nearly_equal
 from headstart.inference.capture.capture import Captured, Capturer
-from headstart.inference.engine.compiled_read import compiles, described
+from headstart.inference.engine.compiled_read import compiles, described, missing
 from headstart.inference.engine.tree import BEAM_WIDTH, CPU_WIDTH, TreeShape
 from headstart.inference.sources.drafter_rows import LAST, DrafterRows, not_capturable
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, unpacked
@@ -44,7 +44,7 @@ def compiled_drafts(drafter: Drafter, capturer: Capturer, function: Callable[...
 
     depends = (described(drafter), str(drafter.arguments), described(drafter.backbone.model))
     where = Where([], [drafter, drafter.backbone.model], depends, capturer.compiled)
-    return CompiledPass(function, _shapes, where, wait=capturer.name == "compile", agree=_first_level_agrees, lasting=False)
+    return CompiledPass(function, _shapes, where, missing(capturer), agree=_first_level_agrees)
 
 
 def _first_level_agrees(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -88,9 +88,7 @@ class DrafterSource(DrafterRows):
         one_row = unless is None and drafter.capturable
         self._compiled = {of: compiled_drafts(drafter, capturer, function) if one_row else None for of in (self._steps, self._round)}
         self._by_compiled: dict[tuple[int, int], bool] = {}
-        """Whether the last draft of so many rows and depths was made by compiled code; what else was compiled since is not known."""
-        self._ready = False
-        """True once code that was compiled beside was ready."""
+        """Whether the last draft of so many rows and depths was made by compiled code."""
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
 
@@ -188,13 +186,8 @@ class DrafterSource(DrafterRows):
         self._pending = []
         return map_tensors(lambda value_B: value_B[:rows], (levels, packed_BX)) if self.fixed else (levels, packed_BX)
 
-    def start(self, sampled: bool) -> None:
-        super().start(sampled)
-        if any([compiled.begin() for compiled in self._compiled.values() if compiled is not None]):
-            self._by_compiled, self._ready = {}, True
-
     def timed_as(self, rows: int, depths: int) -> tuple[str, str, bool]:
-        compiled = self._by_compiled.get((rows, depths), self._ready or any(self._by_compiled.values()))  # of one never made: as others are
+        compiled = self._by_compiled.get((rows, depths), any(self._by_compiled.values()))  # of one never made: as others are
         made = "compiled" if compiled else "captured" if self.captured else ""
         return self.name, made, self.sampled  # sampling has noise to add and wider beams
 

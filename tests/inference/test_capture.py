@@ -261,3 +261,13 @@ def test_filters_of_drafts_are_those_of_transformers(top_k: int, top_p: float, m
     filters = Filters.of(top_k, top_p, min_p, CPU)
     assert torch.equal(logits_NV if filters is None else filters(logits_NV), expected_NV)
     assert (filters is None) == ((top_k, top_p, min_p) == (0, 1.0, 0.0))
+
+
+def test_a_trace_of_other_bits_is_not_used_where_bits_count() -> None:
+    def rounds(held: list[Any], x: torch.Tensor) -> torch.Tensor:
+        return x + 1e-6 if torch.jit.is_tracing() else x + 0
+
+    for same_bits in (True, False):
+        captured = Capturer("trace", torch.device("cpu")).capture(rounds, "rounding", same_bits=same_bits)
+        assert torch.equal(captured([], torch.ones(3)), torch.ones(3)) is same_bits
+        assert bool(captured.captures_made) is not same_bits and ("rounds otherwise" in str(captured.fallback)) is same_bits

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,9 @@ from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, s
 from needs import needs_a_compiler
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.compiled import beside, compiled_pass, kernels, layer, loaded, store, weights
+from headstart.inference.compile_model import compile_model
+from headstart.inference.compiled import kernels, layer, loaded, store, weights, workers
+from headstart.inference.compiled.compiled_pass import BEGUN, say_once
 from headstart.inference.compiled.fakes import EXAMPLES
 from headstart.inference.compiled.program import Program
 from headstart.inference.compiled.sizes import hold, sizes_named
@@ -24,14 +25,16 @@ from headstart.inference.engine import compiled_read
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers import made
+from headstart.inference.runtime import Engine
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.support.errors import UserError
 
 
 @pytest.fixture(autouse=True)
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As users have it; elsewhere tests compile nothing."""
+    """As users have it, in a process that begins; elsewhere tests compile nothing."""
     monkeypatch.delenv("HEADSTART_COMPILE", raising=False)
+    BEGUN.clear()
 
 
 def in_bf16(family: str = "llama") -> Backbone:
@@ -51,11 +54,10 @@ def first(heads: SpeculativeModel, speculate: bool = True) -> Any:
 def test_equal_layers_are_one_region(family: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With products of packed weights: queries, keys and values as one, gate and up as one."""
     found: list[Program] = []
-    monkeypatch.setattr(beside, "compile_beside", lambda file: None)
-    monkeypatch.setattr(beside.Copy, "doing", lambda work: None)
+    monkeypatch.setattr(workers, "compile_parts", lambda regions, say: len(regions))
     monkeypatch.setattr(store, "write_program", lambda file, program: found.append(program))
-    heads = SpeculativeModel(backbone(family), proposers=made("suffix"))
-    say(heads, left_padded(prompts([9])), max_new_tokens=compiled_pass.PATIENCE + 8, speculate=False)
+    made_of = SpeculativeModel(backbone(family), proposers=made("suffix"))
+    assert compile_model(made_of, lambda line: None)["parts"] >= 0
     (program,) = found
     assert len(program.regions) == kinds and len(program.calls) == backbone(family).num_layers
     assert program.regions[0].text.count("headstart_cpu.product") == 4 and "aten.mm" not in program.text
@@ -107,22 +109,17 @@ def test_compiled_layers_write_the_texts_of_the_model_and_serve_later_processes(
 @needs_a_compiler
 @pytest.mark.parametrize("kind", ["eagle3", "block", "medusa"])
 def test_drafts_of_batches_are_one_program_for_any_number_of_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs: list[Program] = []
-
-    def trace_alone(variant: Any, call: Any) -> bool:
-        if not variant.owner.lasting and call.shapes[0][0] > 1:  # of drafts
-            variant._trace(call)
-            programs.append(variant.program)
-        return False
-
-    monkeypatch.setattr(compiled_pass._Variant, "available", trace_alone)
+    found: dict[Path, Program] = {}
+    monkeypatch.setattr(store, "ready", lambda program: False)
+    monkeypatch.setattr("headstart.inference.generate.Engine", partial(Engine, collect=found.__setitem__))
     on = in_bf16()
     heads = SpeculativeModel(on, random_drafter(kind, on), capture="compile")
     for options in ({"do_sample": False}, {"do_sample": True, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 3}):
         say(heads, left_padded(prompts([9, 14, 5])), max_new_tokens=12, tree=TreeShape(3, 1, 2), **options)
+    drafts = [program for program in found.values() if len(program.calls) != on.num_layers]
+    programs = [program for program in drafts if any("rows" in shape for _, shape in program.inputs)]  # others of the last row alone
     assert len(programs) >= 2
     for program in programs:
-        assert any("rows" in shape for _, shape in program.inputs)
         assert all(hold(program.conditions, EXAMPLES | {"rows": rows}) for rows in (2, 48)), program.conditions
     (source,) = heads.engine(True).speculation.of_kind(DrafterSource)
     assert all(one is None or one.reason is None for one in source._compiled.values())
@@ -150,63 +147,22 @@ def test_compiled_drafts_are_those_of_the_heads(kind: str) -> None:
 
 
 @needs_a_compiler
-@pytest.mark.parametrize("copied", [True, False])
-def test_the_first_process_goes_on_at_once_and_finishes_a_text_as_it_began_it(
-    copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Traced in a copy of the process, or in the process itself where it cannot be copied."""
-    on, asked, here = in_bf16(), tmp_path / "asked", os.getpid()
-    file = kernels.folder() / f"pass-of-this-test-{copied}.json"
-    file.unlink(missing_ok=True)
-    ready, trace = store.ready, compiled_pass._Variant._trace
-
-    def traced_in(variant: Any, call: Any) -> None:
-        assert (os.getpid() != here) is copied
-        trace(variant, call)
-
-    def at_once(file: Path) -> None:  # in the middle of the text
-        asked.write_text("")
-        beside.main(file)
-
-    monkeypatch.setattr(store, "program_file", lambda what: file)
-    monkeypatch.setattr(store, "ready", lambda program: asked.exists() and ready(program))
-    monkeypatch.setattr(beside, "compile_beside", at_once)
-    monkeypatch.setattr(beside, "NICENESS", 0)
-    monkeypatch.setattr(compiled_pass._Variant, "_trace", traced_in)
-    if not copied:
-        monkeypatch.setattr(beside.Copy, "doing", lambda work: None)
-    heads = SpeculativeModel(on, capture="auto")
-    used: list[bool] = []
-    read = heads.engine(False).reader.nodes
-    monkeypatch.setattr(heads.engine(False).reader, "nodes", lambda *args: (read(*args), used.append(first(heads, False).active))[0])
-    rows = left_padded(prompts([9]))
-    for _ in range(2):
-        say(heads, rows, max_new_tokens=compiled_pass.PATIENCE + 12, speculate=False)
-        while first(heads, False).pending:
-            time.sleep(0.1)
-    half = len(used) // 2
-    assert first(heads, False).reason is None and not any(used[:half]) and all(used[half:])
-
-
-def test_what_is_slow_beside_compiled_passes_is_soon_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that are not compiled may not pay beside passes that are, and would be made too rarely to be traced."""
-    calls: list[int] = []
-    monkeypatch.setattr(compiled_pass._Variant, "request", lambda variant, call: calls.append(variant.calls))
-    for other in (False, True):
-        others = [SimpleNamespace(active=other)]
-        drafts = compiled_pass.CompiledPass(lambda held, x: (x,), lambda call: [("rows",)], compiled_pass.Where([], [], "no model", others))
-        assert others[1:] == [drafts]
-        drafts.begin()
-        while len(calls) <= other:
-            assert drafts([], torch.zeros(2)) is None
-    assert calls == [compiled_pass.PATIENCE + 1, compiled_pass.SHORT_PATIENCE + 1] and calls[1] == 2
-
-
-def test_a_text_that_begins_is_told_that_something_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = iter([False, True, True, False, False])
-    monkeypatch.setattr(compiled_pass.CompiledPass, "pending", property(lambda _: next(pending)))
-    one = compiled_pass.CompiledPass(lambda held, x: (x,), lambda call: None, compiled_pass.Where([], [], "no model", []))
-    assert [one.begin() for _ in range(5)] == [False, False, False, True, False]
+def test_a_process_goes_on_as_it_began_with_heads_and_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Another process may compile at any moment: here in the middle of a text, as soon as its passes are traced."""
+    on, rows = in_bf16(), left_padded(prompts([9]))
+    heads, plain = (SpeculativeModel(on, drafter) for drafter in (random_drafter("eagle3", on), None))
+    say_once.cache_clear()
+    asked = [say(one, rows, max_new_tokens=6, speculate=one is heads) for one in (heads, plain)]
+    assert not first(heads).active and not first(plain, False).active and [*BEGUN.values()] == [False], "one program for both"
+    assert ["headstart compile" in one.message for one in caplog.records].count(True) == 1
+    compile_model(SpeculativeModel(Backbone(on.model)), lambda line: None)
+    BEGUN.update(dict.fromkeys(BEGUN, False))  # as where another process did it
+    assert all(torch.equal(say(one, rows, max_new_tokens=6, speculate=one is heads), asked[0]) for one in (plain, heads))
+    assert not first(heads).active and not first(plain, False).active
+    BEGUN.clear()  # a later process
+    heads, plain = (SpeculativeModel(on, drafter) for drafter in (random_drafter("eagle3", on), None))
+    asked = [say(one, rows, max_new_tokens=40, speculate=one is heads) for one in (heads, plain)]
+    assert first(heads).active and first(plain, False).active and torch.equal(*asked)
 
 
 @needs_a_compiler

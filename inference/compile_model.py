@@ -1,0 +1,74 @@
+"""Compiles what decoding with a model and its heads runs, in the foreground and once for a machine.
+
+A few steps are decoded with trees of every depth, greedy and sampled, in which passes are traced; then the parts that they share are
+compiled. Processes that begin later use them, and this one from its next call on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from headstart.inference.compiled import kernels, store, workers
+from headstart.inference.compiled.compiled_pass import BEGUN
+from headstart.inference.compiled.program import Program
+from headstart.inference.decode import Decoder
+from headstart.inference.engine.compiled_read import not_compilable
+from headstart.inference.engine.request import Request
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.handover import turn
+from headstart.inference.runtime import Engine
+from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.support.errors import UserError
+
+PROMPT, STEPS = 8, 3
+"""Tokens of a prompt, and decoding steps after it."""
+
+
+@torch.no_grad()
+def compile_model(heads: SpeculativeModel, say: Callable[[str], object], batch: int = 1) -> dict[str, Any]:
+    """Compile the passes of the model and the drafts of its heads, as adaptive trees make them.
+
+    ``batch``: the most rows that are decoded together. ``say``: is given lines about the progress. Returns ``parts``, how many were
+    compiled, ``seconds`` and the ``folder``. Raises UserError where the layers cannot be compiled; drafts that cannot are named by ``say``.
+    """
+    start, found = time.monotonic(), dict[Path, Program]()
+    reason = not_compilable(heads.backbone)
+    if reason is None:
+        with turn(heads.backbone.model), heads.running():
+            engine = Engine(heads, True, found.__setitem__)
+            reason = engine.capturer.reason
+            if engine.reader.compiled is not None:
+                say("tracing forward passes")
+                _decode(engine, batch)
+                reason = engine.reader.compiled.reason
+    if reason is not None:
+        raise UserError(f"the layers of {heads.backbone.name or 'the model'} cannot be compiled: {reason}")
+    parts = workers.compile_parts(store.lacking(found.values()), say)
+    for file, program in found.items():
+        BEGUN.pop(file, None)
+        if (reason := store.why_not(program)) is not None:
+            say(f"not compiled, and slower for it: {reason}")
+    return {"parts": parts, "seconds": time.monotonic() - start, "folder": str(kernels.folder())}
+
+
+def _decode(engine: Engine, batch: int) -> None:
+    """Decode a few steps with every number of depths that adaptive trees may have, greedy and sampled."""
+    backbone, drafters = engine.reader.backbone, engine.speculation.of_kind(DrafterSource)
+    depths = sorted({count for source in drafters for count in source.counts}) or [1]
+    for rows in (1, 2)[: min(batch, 2)]:
+        width = max((source.width(rows) for source in drafters), default=1)
+        ids_BT = (torch.arange(rows * PROMPT, device=backbone.device) % backbone.vocab).view(rows, PROMPT)
+        for sample in (False, True):
+            seeds_B = torch.zeros(rows, dtype=torch.int64, device=backbone.device) if sample else None
+            for depth in depths:
+                request = Request.plain(ids_BT, PROMPT + (STEPS + 1) * (depth + 1), (), LogitsProcessorList(), sample)
+                decoder = Decoder(engine.reader, engine.speculation, request, TreeShape(depth * width + 1, width, depth), seeds_B, rows)
+                for _, step in zip(range(STEPS), decoder.run(), strict=False):
+                    assert step.nodes

@@ -1,0 +1,94 @@
+"""Compiles parts of programs in several processes at a time, which end with this one. Run as a module, this file is one of them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import headstart
+from headstart.inference.compiled import kernels, store
+from headstart.inference.compiled.program import Region
+from headstart.support.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+MOST = 4
+"""Processes at a time: each takes a gigabyte of memory."""
+USUAL = 20.0
+"""Seconds that a part takes, until some have been timed."""
+EVERY = 4.0
+"""Seconds between lines about the progress."""
+
+
+def compile_parts(regions: Sequence[Region], say: Callable[[str], object]) -> int:
+    """Compile these regions and the operations of ours, if they lack; returns the number of parts. What cannot be compiled is noted.
+
+    ``say``: is given a line at the beginning and every few seconds. Raises UserError if a process ends before its work does.
+    """
+    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    parts = [*([] if kernels.library().is_file() else [None]), *(region.to_json() for region in regions)]
+    for part in parts:
+        jobs.put(part)
+    kernels.folder().mkdir(parents=True, exist_ok=True)
+    count, start, done = min(MOST, len(os.sched_getaffinity(0)), len(parts)), time.monotonic(), list[float]()
+    with ThreadPoolExecutor(max(count, 1)) as pool:
+        working = {pool.submit(_hand_out, jobs, done) for _ in range(count)}
+        while working:
+            ended, working = wait(working, timeout=EVERY if done or working else 0, return_when=FIRST_EXCEPTION)
+            for one in ended:
+                one.result()
+            each = (time.monotonic() - start) * count / len(done) if done else USUAL
+            if working:
+                say(f"compiled {len(done)} of {len(parts)} parts, about {each * (len(parts) - len(done)) / count:.0f} s left")
+    return len(parts)
+
+
+def _hand_out(jobs: queue.SimpleQueue[Any], done: list[float]) -> None:
+    """Have a process compile one part after the other until there are no more."""
+    root = Path(headstart.__file__).parent.parent
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
+    command = [sys.executable, "-P", "-m", __name__]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=kernels.folder(), **pipes) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        while not jobs.empty():
+            try:
+                part = jobs.get_nowait()
+            except queue.Empty:
+                return
+            worker.stdin.write(f"{json.dumps(part)}\n")
+            worker.stdin.flush()
+            if not (answer := worker.stdout.readline()):
+                raise UserError("a process that compiles has ended before its work was done (out of memory?); run the command again")
+            if answer != "done\n":
+                raise UserError(f"compiled layers cannot be kept: {answer.strip()}")
+            done.append(time.monotonic())
+
+
+def main() -> None:
+    """Compile the parts that are named on standard input, one a line, and answer each with a line."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is no answer
+    for line in sys.stdin:
+        part = json.loads(line)
+        try:
+            store.compile_kernels() if part is None else store.compile_part(Region.from_json(part))
+            answer = "done"
+        except OSError as error:
+            answer = str(error)
+        print(answer, file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
