@@ -133,11 +133,11 @@ def quick_reader() -> Iterator[None]:
 
     original = gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__
     gguf.GGUFReader, gguf.get_tensor_name_map = Reader, lru_cache(maxsize=4)(gguf.get_tensor_name_map)
-    tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
+    tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
     try:
         yield
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__ = original  # type: ignore[method-assign]
+        gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__ = original
 
 
 def find_gguf(path: str) -> GgufFile | None:

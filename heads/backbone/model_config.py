@@ -46,11 +46,9 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     """Load a backbone's configuration and nothing else. Raises UserError if there is none, or if it is an encoder-decoder's."""
     try:
         gguf = find_gguf(path)
-        if gguf is not None:
-            config = read_gguf_config(gguf)
-        else:
-            with reaching(path):
-                config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+        with reaching(path):
+            known = {"trust_remote_code": trust_remote_code}
+            config = AutoConfig.from_pretrained(resolve(path), **known) if gguf is None else read_gguf_config(gguf)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # what transformers raises for a damaged file depends on the model and on the damage
