@@ -41,7 +41,7 @@ from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.support.chat.conversation import Chat
 from headstart.support.devices import plain_arithmetic, without_autocast
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, waiting
 
 if TYPE_CHECKING:
     from headstart.inference.beam.beam import BeamDecoder
@@ -231,7 +231,7 @@ def load(
     adaptive trees up to twice as many where that pays, unless the recipe sets ``draft_depth``.
     Raises UserError if the checkpoint is missing, damaged, or of another backbone (see `load_drafter`).
     """
-    with plain_arithmetic():
+    with plain_arithmetic(), waiting(f"loading heads {path}" if path else "preparing the model"):
         on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
         beside: list[Proposer | Drafter] = []
         if proposers:

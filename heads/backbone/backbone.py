@@ -28,7 +28,8 @@ from headstart.heads.backbone.quantization import loaded_dtype, quantization, qu
 from headstart.heads.backbone.recurrent import Recurrent
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, waiting
+from headstart.support.hub import reaching
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -265,7 +266,7 @@ def load_backbone(
     source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
     kind = loaded_dtype(dtype, config, on)
     try:
-        with nullcontext() if gguf is None else gguf.reading(kind):
+        with reaching(path), waiting(f"loading {path}"), nullcontext() if gguf is None else gguf.reading(kind):
             model, report = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
                 attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
@@ -289,7 +290,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     try:
         gguf = find_gguf(path)
         source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else gguf.arguments
-        with nullcontext() if gguf is None else quick_reader():
+        with reaching(path), waiting(f"loading the tokenizer of {path}"), nullcontext() if gguf is None else quick_reader():
             return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
     except (UserError, MemoryError):
         raise

@@ -9,14 +9,12 @@ from __future__ import annotations
 import copy
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partialmethod
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +22,14 @@ import numpy as np
 import torch
 import transformers
 from huggingface_hub import hf_hub_download
+from tqdm.auto import tqdm
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from headstart.heads.backbone.fingerprint import bits_of
 from headstart.heads.backbone.shipped import resolve
 from headstart.support.devices import dtype_name
-from headstart.support.errors import UserError, cause, notice
+from headstart.support.errors import UserError, cause, notice, waiting
+from headstart.support.hub import cut_off, reaching
 from headstart.support.text import gigabytes
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ class GgufFile:
 
     @contextmanager
     def reading(self, dtype: torch.dtype | str) -> Iterator[None]:
-        """Say first what the weights take in memory; show transformers' progress bar only on a terminal."""
+        """Say first what the weights take in memory."""
         notice(f"backbone {self.described(dtype if isinstance(dtype, torch.dtype) else self.dtype)}")
-        with quick_reader(), nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
+        with quick_reader():
             yield
 
     def describe_in(self, model: PreTrainedModel, path: str) -> None:
@@ -121,7 +121,7 @@ class GgufFile:
 
 @contextmanager
 def quick_reader() -> Iterator[None]:
-    """Within this context transformers reads a file in a fourth of the time.
+    """Within this context transformers reads a file in a fourth of the time, and shows no progress bar (`waiting` says how long it takes).
 
     The package makes a memmap of every token of a vocabulary, which takes four times as long as an array. transformers has it make the
     table of tensor names again for every module, in a time that grows with the square of the layers (6 s for 30): here it is made once.
@@ -131,12 +131,13 @@ def quick_reader() -> Iterator[None]:
     class Reader(gguf.GGUFReader):
         data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", mapped.view(np.ndarray)))
 
-    original = gguf.GGUFReader, gguf.get_tensor_name_map
+    original = gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__
     gguf.GGUFReader, gguf.get_tensor_name_map = Reader, lru_cache(maxsize=4)(gguf.get_tensor_name_map)
+    tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
     try:
         yield
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = original
+        gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__ = original
 
 
 def find_gguf(path: str) -> GgufFile | None:
@@ -179,9 +180,11 @@ def _fetched(path: str) -> Path:
     if not name or user in ("", ".", "..", "~") or Path(user).exists():
         raise UserError(f"no GGUF file at {path!r}; give the path of a file, or USER/REPO/FILE.gguf on the hub")
     try:
-        return Path(hf_hub_download(f"{user}/{repo}", name))
+        with reaching(f"{user}/{repo}"):
+            return Path(hf_hub_download(f"{user}/{repo}", name))
     except Exception as error:  # of many libraries: no network, no such repository or file, no login
-        raise UserError(f"no GGUF file at {path!r}: no such file here, and not on the hub ({cause(error, 200)})") from None
+        away = cut_off(f"{user}/{repo}") or f"not on the hub ({cause(error, 200)})"
+        raise UserError(f"no GGUF file at {path!r}: no such file here, and {away}; give the path of a file") from None
 
 
 @lru_cache(maxsize=8)
@@ -211,7 +214,7 @@ def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
     file = find_gguf(str(path))
     assert file is not None
     try:
-        with quick_reader():
+        with quick_reader(), waiting(f"reading {path.name}"):
             config: PretrainedConfig = AutoConfig.from_pretrained(**file.arguments)
         _set_rope(config, file)
     except MemoryError:

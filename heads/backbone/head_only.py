@@ -27,6 +27,7 @@ from headstart.heads.backbone.quantization import INTEGERS, loaded_dtype, quanti
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.backbone.weight_files import WeightFiles
 from headstart.support.errors import UserError
+from headstart.support.hub import reaching
 
 LOGIT = 20.0
 """The largest logit of the states that show how logits are made."""
@@ -142,7 +143,8 @@ def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
 def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:
     """Return what `from_pretrained` would give the model."""
     try:
-        return GenerationConfig.from_pretrained(resolve(path))
+        with reaching(path):
+            return GenerationConfig.from_pretrained(resolve(path))
     except (OSError, ValueError, TypeError):  # there is none, or one that transformers cannot read
         return GenerationConfig.from_model_config(config)
 

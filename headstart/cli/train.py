@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headstart.cli.arguments import DEBUG, add_debug, add_recipe
 from headstart.cli.failures import USER, Guard, rank, report
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, waiting
 from headstart.support.files import require_folder
 from headstart.support.text import lasting_stderr, open_streams, require_arguments_text
 
@@ -53,12 +53,13 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _train(recipe: Recipe) -> int:
-    import torch
+    with waiting("importing torch and transformers"):
+        import torch
 
-    from headstart.support.devices import plain_arithmetic
-    from headstart.training.loop import train
-    from headstart.training.run.processes import keep_group, lost_process, sole_run
-    from headstart.training.setup import prepare
+        from headstart.support.devices import plain_arithmetic
+        from headstart.training.loop import train
+        from headstart.training.run.processes import keep_group, lost_process, sole_run
+        from headstart.training.setup import prepare
 
     try:
         with plain_arithmetic(), sole_run(recipe.save.dir) if rank() == 0 else nullcontext():

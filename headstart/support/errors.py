@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 
 LONGEST = 1500
 """Characters of a message; the middle of a longer one is left out."""
+SILENCE = 5.0
+"""Seconds without a line while something is waited for."""
 
 
 class UserError(ValueError):
@@ -44,3 +50,21 @@ def notice(line: str) -> None:
     """Print one line on standard error, unless logging is set up otherwise; of several processes the first does."""
     if int(os.environ.get("RANK", "0")) == 0:
         logging.getLogger("headstart").warning("%s", one_line(line))
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Within this context, a `notice` every few seconds (`SILENCE`) says what is waited for, and for how long already."""
+    over, start = Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(SILENCE):
+            notice(f"{what}: {time.monotonic() - start:.0f} s")
+
+    thread = Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, constants, get_session, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, LocalTokenNotFoundError
 from huggingface_hub.errors import HTTPError as ConnectionFault
 
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 from headstart.support.files import as_path
+
+PATIENCE = 5.0
+"""Seconds within which the hub has to answer."""
 
 
 def find_folder(path: str | Path, what: str, files: Sequence[str] | None = None, revision: str | None = None) -> Path:
@@ -24,11 +30,43 @@ def find_folder(path: str | Path, what: str, files: Sequence[str] | None = None,
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=None if files is None else list(files)))
+        with reaching(str(path)):
+            return Path(snapshot_download(str(path), revision=revision, allow_patterns=None if files is None else list(files)))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        cause = "it cannot be reached" if isinstance(error, LocalEntryNotFoundError) else " ".join(str(error).split())[:200]
-        fault = f"no {what} at {str(path)!r}: no such folder, and not on the hub ({cause}); give a folder or a hub id"
-        raise UserError(fault) from None
+        away = cut_off(str(path)) or f"not on the hub ({cause(error, 200)})"
+        raise UserError(f"no {what} at {str(path)!r}: no such folder, and {away}; give a folder or a hub id") from None
+
+
+@contextmanager
+def reaching(name: str) -> Iterator[None]:
+    """Within this context the hub's libraries look up ``name`` in their cache alone if the hub cannot be reached.
+
+    Otherwise they would try again for half a minute, for every file.
+    """
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or cut_off(name) is not None
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def cut_off(name: str) -> str | None:
+    """Say that the hub cannot be asked for ``name``, and why; None if it answers, or if the name is here or no repository's."""
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is None or Path(name).exists():
+        return None
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(int(time.monotonic() // 60))
+    return why and f"{constants.ENDPOINT} is out of reach ({why}), and its cache holds no whole copy"
+
+
+@lru_cache(maxsize=1)
+def _unreachable(minute: int) -> str | None:
+    """Why the hub does not answer, asked once in that minute; None if it does."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+    except ConnectionFault as error:
+        return cause(error, 100)
+    return None
 
 
 def is_hub_id(name: str) -> bool:

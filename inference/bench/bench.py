@@ -228,7 +228,7 @@ def _judge(judging: Judging, rows: dict[System, dict[str, Any]], by_system: dict
         for system, row in watched(rows.items(), "judging the texts", "system")
         if greedy or isinstance(system, HeadstartSystem)
     }
-    for system, row in watched(rows.items(), "comparing logits", "system"):
+    for system, row in rows.items():
         if "head" in row:
             ar = entries[race.leader.system]
             row["logits"] = compare_logits(judging, entries[system], ar, race.groups, race.settings, race.seed)

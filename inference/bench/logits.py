@@ -19,6 +19,7 @@ from torch import Tensor
 from headstart.inference.bench.judging import Entry, Judging
 from headstart.inference.bench.systems import HeadstartSystem, System
 from headstart.inference.measure import Settings, continue_texts
+from headstart.support.terminal import progress
 
 Kept = tuple[Tensor, Tensor]
 """The tokens ``[T]`` of a text, and the logits ``[T, V]`` that they were chosen by."""
@@ -68,15 +69,20 @@ def compare_logits(
     same = {i: _same(texts[i][0], others[i][0]) for group in groups for i in group}
     first = sorted(groups, key=lambda group: all(same[i] == len(others[i][0]) for i in group))
     found = LogitsComparison()
-    for group in first[:PROMPTS]:
+    chosen = first[:PROMPTS]
+    bar = progress("comparing logits", "batch", 2 * len(chosen))
+    for group in chosen:
         wanted = [POSITIONS if same[i] == len(others[i][0]) else same[i] + 1 for i in group]
         room = max(1, MOST_LOGITS // (len(group) * judging.judge.backbone.vocab))
         needed = replace(settings, max_new_tokens=min(settings.max_new_tokens, max(wanted), room))
-        both = [continued(one.measured.system, group, needed, seed) for one in (drafting, ar)]
-        found.add_texts(*both)
-        for one, rows in zip((drafting, ar), both, strict=True):
-            for (i, prompt_T), (tokens_T, logits_TV) in zip(group.items(), rows, strict=True):
+        both = []
+        for one in (drafting, ar):
+            both.append(continued(one.measured.system, group, needed, seed))
+            for (i, prompt_T), (tokens_T, logits_TV) in zip(group.items(), both[-1], strict=True):
                 judging.add_logits(one, prompt_T, tokens_T, logits_TV, seed + i)
+            bar.update()
+        found.add_texts(*both)
+    bar.close()
     return asdict(found)
 
 

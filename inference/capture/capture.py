@@ -25,7 +25,7 @@ from headstart.heads.kv.rows import FixedMemory
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, is_out_of_memory
 from headstart.inference.capture.stopwatch import void_running
 from headstart.support.devices import is_accelerator
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, waiting
 
 BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
 """auto: on a CPU what is compiled, else traces after `PATIENCE` calls of the first function; nothing elsewhere. The others capture at the
@@ -226,7 +226,8 @@ class Captured:
         void_running()
         if capture is not None and (expected := capture.compare(self.function, call)) is not None:
             return expected
-        capture = backend.capture(self.function, call)
+        with waiting(f"capturing {self.name}"):
+            capture = backend.capture(self.function, call)
         self._keep(key, capture)
         self.captures_made += 1
         capture.extend_range(call.shapes)

@@ -24,7 +24,7 @@ from headstart.inference.serving.export import BACKBONE, adapter_rank
 from headstart.inference.serving.layouts.layout import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import require_file
-from headstart.support.hub import is_hub_id
+from headstart.support.hub import is_hub_id, reaching
 from headstart.support.json_text import log_lines, parse_json, read_json
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def license_of(backbone: str) -> str | None:
 
 
 def _fetched(repo: str, name: str) -> Path | None:
-    with suppress(HfHubHTTPError):  # no such file or repository
+    with suppress(HfHubHTTPError), reaching(repo):  # no such file or repository
         return Path(hf_hub_download(repo, name))
     return None
 

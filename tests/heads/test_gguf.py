@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import struct
@@ -20,6 +21,7 @@ from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.backbone.gguf_file import find_gguf, quick_reader
 from headstart.heads.backbone.model_config import load_config
+from headstart.support import errors
 from headstart.support.errors import UserError
 
 Made = tuple[LlamaForCausalLM, PreTrainedTokenizerBase]
@@ -74,6 +76,17 @@ def test_the_dtype_by_default(files: dict[str, Path], kind: str, dtype: torch.dt
     """On an accelerator; on a CPU as of other backbones."""
     assert load_config(str(files[kind])).dtype == dtype
     assert load_backbone(str(files[kind]), dtype="bf16", device="cpu").dtype == torch.bfloat16
+
+
+def test_how_long_it_takes_is_said_meanwhile(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where standard error is no terminal; and no bar of transformers is between the lines."""
+    monkeypatch.setattr(errors, "SILENCE", 0.001)
+    monkeypatch.setattr(logging.getLogger("headstart"), "handlers", [logging.StreamHandler()])
+    load_backbone(str(files["Q8_0"]), device="cpu")
+    said = capsys.readouterr().err
+    assert f"loading {files['Q8_0']}: 0 s\n" in said and "%" not in said
 
 
 def test_what_it_takes_in_memory_is_said_before(files: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +221,7 @@ def test_pieces_of_a_split_file(files: dict[str, Path], made: Made, tmp_path: Pa
 def test_no_such_file(tmp_path: Path) -> None:
     file = str(tmp_path / "none.gguf")
     assert refused(file) == f"no GGUF file at {file!r}; give the path of a file, or USER/REPO/FILE.gguf on the hub"
-    assert "not on the hub" in refused("nobody/nothing/none.gguf")
+    assert "is out of reach" in refused("nobody/nothing/none.gguf")
 
 
 def test_without_the_package(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

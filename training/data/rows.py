@@ -13,6 +13,7 @@ from typing import Any
 
 from headstart.support.errors import UserError, cause
 from headstart.support.files import as_path, file_hash, require_file, value_hash
+from headstart.support.hub import cut_off, reaching
 from headstart.support.json_text import COMPRESSED, LINES, MAX_LINE, Row, open_file, parse_json, read_jsonl
 from headstart.support.text import decode, require_characters
 
@@ -157,10 +158,11 @@ def _open_dataset(name: str, split: str, subset: str | None) -> Any:
     import datasets  # here, since it takes seconds to import
 
     try:
-        return datasets.load_dataset(name, subset, split=split)
+        with reaching(name):
+            return datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"no data {name}, split {split}: it is no file here, and as a dataset it gives: {reason}") from None
+        away = f"{away}; give a file" if (away := cut_off(name)) else f"as a dataset it gives: {cause(error, 200)}"
+        raise UserError(f"no data {name}, split {split}: it is no file here, and {away}") from None
 
 
 def _first(table: Any, limit: int | None) -> list[Row]:

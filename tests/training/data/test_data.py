@@ -91,7 +91,7 @@ def test_datasets_by_name_and_by_folder(tmp_path, monkeypatch):
 
 
 def test_a_dataset_that_is_not_there_is_named():
-    with pytest.raises(UserError, match="no data nobody/nothing, split train: it is no file here, and as a dataset it gives: .+") as caught:
+    with pytest.raises(UserError, match="no data nobody/nothing, split train: it is no file here, and https://.+; give a file") as caught:
         read_rows("nobody/nothing")
     assert "\n" not in str(caught.value)
 
