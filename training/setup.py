@@ -115,7 +115,8 @@ def prepare(recipe: Recipe) -> Run:
         trainer.start = starts[trainer.name].provenance if trainer.name in starts else None
         if counts is not None and trainer.drafter.vocabulary is not None:
             trainer.coverage = coverage_report(counts, trainer.drafter.vocabulary)
-    log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
+    kept = None if state is None else state.progress.get("wandb")
+    log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process, kept)
     eval_prompts = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
     origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
     run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)

@@ -72,7 +72,6 @@ def empty_model(config: PretrainedConfig, path: str, *, trust_remote_code: bool 
 
 def load_error(what: str, path: str, error: Exception) -> UserError:
     """Return the error to raise; ``what``: backbone or tokenizer."""
-    cause = " ".join(str(error).split())[:300]
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return UserError(f"{path} is a PEFT adapter: give it as backbone.adapter (--adapter), and its base model as the backbone")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
@@ -82,5 +81,7 @@ def load_error(what: str, path: str, error: Exception) -> UserError:
         return UserError(f"{what} {path!r} cannot compute attention with sdpa (transformers has only eager for it); set attention to auto")
     if "trust_remote_code" in str(error):
         return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
+    if what == "tokenizer" and "instantiate the backend tokenizer" in str(error):
+        return UserError(f"no tokenizer in {path!r}: a tokenizer.json is missing there; save the model's with tokenizer.save_pretrained")
     hint = "; of a repository of GGUF files name one: USER/REPO/FILE.gguf" if "gguf" in path.lower() else ""
-    return UserError(f"cannot load {what} {path!r}: {cause}{hint} (allowed: {ALLOWED})")
+    return UserError(f"cannot load {what} {path!r}: {cause(error)}{hint} (allowed: {ALLOWED})")

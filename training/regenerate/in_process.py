@@ -23,7 +23,6 @@ from headstart.inference.proposers.recycling import RecyclingProposer
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import prompt_length
 from headstart.support.chat.template import TemplateRefusal, template_hash
 from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash
@@ -106,7 +105,7 @@ class InProcess:
         """Return the prompt, int64 [T], or an error."""
         if isinstance(item, Completion):
             ids = self.tokenizer(item.text, verbose=False)["input_ids"]
-            ids = ids[: prompt_length(len(ids), self.settings.prompt_tokens)]
+            ids = ids[: item.prompt_length(len(ids), self.settings.prompt_tokens)]
         else:
             assert isinstance(item, Conversation)
             try:

@@ -1,7 +1,8 @@
 """Prompts as token ids, from a file, a question or a conversation.
 
 The format of a row is recognised by its keys: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
-`prompt`), GSM8K (`question`, `answer`), conversations (`messages`, `conversations`), or `prompt`, `question`, `text`.
+`prompt`), GSM8K (`question`, `answer`), conversations (`messages`, `conversations`), Alpaca (`instruction`,
+`input`), or another of `PROMPTS`, or `text`.
 Shape suffix: T positions.
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import ASSISTANT, Message, prompt_length, read_conversation
+from headstart.support.chat.messages import ASSISTANT, PROMPTS, Message, prompt_length, read_conversation, read_pair
 from headstart.support.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_file
@@ -27,7 +28,7 @@ from headstart.support.hub import local_or_shipped
 from headstart.support.json_text import COMPRESSED, LINES, Row, read_jsonl, read_lines
 
 ENDINGS = (*(lines + packed for lines in LINES for packed in ("", *COMPRESSED)), ".txt")
-COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")
+COLUMNS = ("messages", "conversations", "turns", *PROMPTS, "text")
 """Keys that may hold a row's prompt, in order of precedence."""
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
 SPEC_BENCH = frozenset("translation summarization qa math_reasoning rag".split())
@@ -111,7 +112,8 @@ class Prompter:
             raise UserError(f"{column}: text expected; got {type(odd).__name__}")
         if column == "text":
             return Prompt(self.excerpt(value))
-        return Prompt(self.ask(questions[0]), messages=(_question(questions[0]),), later=tuple(questions[1:]))
+        asked = tuple(read_pair(row | {column: questions[0]}, column, "", column)[0])
+        return Prompt(self._render(asked), messages=asked, later=tuple(questions[1:]))
 
     @property
     def templated(self) -> bool:
