@@ -54,6 +54,15 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     return config
 
 
+def read_sizes(path: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Return what a backbone's files state of its contract (`Backbone.contract`); no weights are read. Raises UserError."""
+    if (gguf := find_gguf(path)) is not None:
+        return gguf.sizes
+    stated = load_config(path, trust_remote_code=trust_remote_code).get_text_config()
+    found = {key: getattr(stated, key, None) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def attention_kernel(attention: Attention) -> str | None:
     """The argument ``attn_implementation`` of transformers, which chooses by itself without one."""
     return None if attention == "auto" else attention

@@ -171,8 +171,10 @@ def verify(args: argparse.Namespace) -> int:
     import torch
 
     from headstart.cli.loading import backbone_name, quiet
+    from headstart.heads.checkpoint import require_sizes
     from headstart.inference.serving.verify.verify import Check, recorded
     from headstart.inference.serving.verify.verify import verify as examine
+    from headstart.support.chat.prompts import require_prompts
     from headstart.support.errors import UserError
     from headstart.support.files import write_json
     from headstart.support.hub import find_folder
@@ -186,6 +188,10 @@ def verify(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     name = backbone_name(name, [heads] if heads else [])
+    for file in args.prompts or []:
+        require_prompts(file)
+    if heads:
+        require_sizes(heads, name, whole=False)
     backbone, texts, prompts = _running(args, name, heads) if args.features is None else _stored(args, name)
     verdict = examine(
         Check(

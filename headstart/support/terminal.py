@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event, Thread
 from typing import TextIO, TypeVar
 
 from rich import table
@@ -79,6 +82,24 @@ def progress(what: str, unit: str, total: int | None, shown: bool = True) -> tqd
         desc=what, unit=unit, total=total, unit_scale=unit == "token", disable=not shown, leave=not terminal, dynamic_ncols=terminal,
         mininterval=0.1 if terminal else FILE_SECONDS,
     )  # fmt: skip
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say every few seconds on standard error for how long this block, which says nothing itself, has been at work."""
+    out, start, done = sys.stderr, time.monotonic(), Event()
+
+    def tell() -> None:
+        while not done.wait(FILE_SECONDS - 1):
+            print(f"{what} ({time.monotonic() - start:.0f} s)", file=out, flush=True)
+
+    teller = Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def watched(items: Iterable[Item], what: str, unit: str) -> Iterator[Item]:

@@ -193,7 +193,7 @@ def make_samples(
     progress: bool = False,
 ) -> tuple[list[Sample], Stats]:
     """Make the samples of all rows, in order, with counts. Raises UserError if no label tokens remain."""
-    read = _reader(find_column(rows, data, source), tokenizer, data, ends)
+    read = reader_of(find_column(rows, data, source), tokenizer, data, ends)
 
     def make(part: range) -> tuple[Joined, Stats]:
         found, stats = _make(rows, part, read, data, source)
@@ -227,8 +227,8 @@ def _make(rows: Sequence[Row], part: range, read: Reader, data: Data, source: st
     return samples, stats
 
 
-def _reader(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
-    """Return the function that makes a row's samples."""
+def reader_of(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int] = ()) -> Reader:
+    """Return the function that makes a row's samples. Raises UserError for conversations without a chat template."""
     if column.kind == "tokens":
         return lambda row, where, stats: read_tokens(row, column.name, where, data.loss_on == "all")
     if column.kind == "text":

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
+from headstart.heads.checkpoint import require_sizes
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally
 from headstart.inference.proposers.recycling import RecyclingProposer
@@ -38,6 +39,8 @@ class InProcess:
     def __init__(self, recipe: Recipe) -> None:
         """Loads the backbone and heads. Raises UserError if one cannot be loaded."""
         self.settings, self.seed, where = recipe.regenerate, recipe.seed, recipe.backbone
+        if self.settings.heads is not None:
+            require_sizes(self.settings.heads, where.path, trust_remote_code=where.trust_remote_code)
         self.tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
         self.backbone = open_backbone(where)
         self.chat_settings = chat_settings(recipe.data, end_tokens(self.backbone.model.generation_config))

@@ -150,10 +150,9 @@ def _caches(recipe: Recipe) -> bool:
 
 def _templated(recipe: Recipe) -> bool:
     """Whether a row's prompt is asked as a question; servers have templates of their own."""
-    where, settings = recipe.backbone, recipe.regenerate
-    if recipe.data.format == "text" or settings.endpoint is not None or recipe.features.endpoint is not None:
-        return recipe.data.format != "text"
-    return bool(chat_settings(recipe.data).template_of(load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)))
+    where, served = recipe.backbone, recipe.regenerate.endpoint or recipe.features.endpoint
+    tokenizer = None if served else load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
+    return recipe.data.format != "text" and (tokenizer is None or bool(chat_settings(recipe.data).template_of(tokenizer)))
 
 
 def _responder(recipe: Recipe, keeper: KeptFeatures | None) -> Responder:

@@ -132,10 +132,7 @@ def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None,
     A prompt's task is its `category` or `task`, else the data set recognised by its keys, else the name of the file.
     Raises UserError naming the file, and the line if one is at fault.
     """
-    file = local_or_shipped(as_path("--prompts", path))
-    if not file.name.endswith(ENDINGS):
-        raise UserError(f"{file} is no file of prompts: its name should end in {', '.join(ENDINGS)}")
-    require_file("--prompts", file)
+    file = require_prompts(path)
     found: list[Prompt] = []
     for number, row, task in _chosen(_with_tasks(file, limit), per_task):
         try:
@@ -145,9 +142,18 @@ def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None,
         if not len(prompt.ids_T):
             raise UserError(f"{file}, line {number}: the prompt is empty")
         found.append(prompt)
-    if not found:
-        raise UserError(f"{file} holds no prompts; give one row a line with one of {', '.join(COLUMNS)}")
     return found
+
+
+def require_prompts(path: str | Path) -> Path:
+    """Return a file of prompts. Raises UserError if it is missing or empty, or if its first line is none; needs no tokenizer."""
+    file = local_or_shipped(as_path("--prompts", path))
+    if not file.name.endswith(ENDINGS):
+        raise UserError(f"{file} is no file of prompts: its name should end in {', '.join(ENDINGS)}")
+    require_file("--prompts", file)
+    if not _with_tasks(file, 1):
+        raise UserError(f"{file} holds no prompts; give one row a line with one of {', '.join(COLUMNS)}")
+    return file
 
 
 def _with_tasks(file: Path, limit: int | None) -> list[tuple[int, Row, str]]:
