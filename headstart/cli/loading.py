@@ -70,8 +70,12 @@ def _require_files(name: str, heads: list[str], args: argparse.Namespace) -> Non
         require_prompts(file)
     for path in heads:
         require_sizes(path, name, trust_remote_code=args.trust_remote_code)
-    for model in filter(None, (args.draft_model, given.get("assistant"))):
-        read_sizes(model, trust_remote_code=args.trust_remote_code)
+    for what, model in (("draft model", args.draft_model), ("--assistant", given.get("assistant"))):
+        try:
+            if model:
+                read_sizes(model, trust_remote_code=args.trust_remote_code)
+        except UserError as error:
+            raise UserError(f"{what}: {error}") from None
     if args.adapter is not None:
         find_adapter(args.adapter)
     if given.get("json_schema") is not None:

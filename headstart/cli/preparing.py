@@ -39,7 +39,6 @@ def new_recipe(args: argparse.Namespace) -> int:
     """Write a recipe for a model; say what it assumes."""
     from headstart.cli.loading import quiet
     from headstart.support.files import require_writable, write_json, write_text
-    from headstart.support.terminal import waiting
     from headstart.support.text import gigabytes
     from headstart.training.plan.plan import find_machine
     from headstart.training.rules.datasets import find_preset
@@ -50,13 +49,11 @@ def new_recipe(args: argparse.Namespace) -> int:
 
     quiet()
     find_method(args.method)  # before the model is read
-    if args.data is not None:
-        find_preset(args.data)
+    find_preset(args.data or "text")
     machine = find_machine(args.gpus, args.memory)
     if not args.model.strip():
         raise UserError("MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text")
-    with waiting(f"reading {args.model}"):
-        facts = read_facts(args.model, trust_remote_code=args.trust_remote_code)
+    facts = read_facts(args.model, trust_remote_code=args.trust_remote_code)
     out: Path = args.out or Path(facts.name) / f"{args.method}.yaml"
     if out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {out} is to end in .yaml, as recipes do")
@@ -65,8 +62,7 @@ def new_recipe(args: argparse.Namespace) -> int:
     require_writable("--out", out)
     if args.tflops is not None and not 0 < args.tflops < float("inf"):
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {args.tflops:g}")
-    with waiting("fitting rows into memory"):
-        proposal = propose(facts, args.method, machine, args.data).fitted(tflops=args.tflops)
+    proposal = propose(facts, args.method, machine, args.data).fitted(tflops=args.tflops)
     assert proposal.figures is not None
     extra = {"backbone": {"trust_remote_code": True}} if args.trust_remote_code else {}
     tree = {key: {**value, **extra.get(key, {})} for key, value in proposal.tree.items()}
@@ -176,15 +172,13 @@ def plan(args: argparse.Namespace) -> int:
     """Estimate memory, disk and time of a training run."""
     from headstart.cli.loading import quiet
     from headstart.support.files import write_json
-    from headstart.support.terminal import waiting
     from headstart.training.plan import plan
     from headstart.training.plan import table as plan_table
     from headstart.training.recipe.recipe import load_recipe
 
     quiet()
     recipe, machine = load_recipe(args.recipe, args.overrides), plan.find_machine(args.gpus, args.memory)
-    with waiting("counting memory"):
-        report = plan.plan(recipe, machine, args.tflops)
+    report = plan.plan(recipe, machine, args.tflops)
     print("\n".join(plan_table.lines(report)), flush=True)
     report |= plan.timed(recipe, report, machine, not args.no_calibration)
     print("\n".join(plan_table.time_lines(report)))

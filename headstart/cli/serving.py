@@ -171,10 +171,8 @@ def verify(args: argparse.Namespace) -> int:
     import torch
 
     from headstart.cli.loading import backbone_name, quiet
-    from headstart.heads.checkpoint import require_sizes
     from headstart.inference.serving.verify.verify import Check, recorded
     from headstart.inference.serving.verify.verify import verify as examine
-    from headstart.support.chat.prompts import require_prompts
     from headstart.support.errors import UserError
     from headstart.support.files import write_json
     from headstart.support.hub import find_folder
@@ -188,10 +186,6 @@ def verify(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     name = backbone_name(name, [heads] if heads else [])
-    for file in args.prompts or []:
-        require_prompts(file)
-    if heads:
-        require_sizes(heads, name, whole=False)
     backbone, texts, prompts = _running(args, name, heads) if args.features is None else _stored(args, name)
     verdict = examine(
         Check(
@@ -218,10 +212,16 @@ Subject = tuple["Backbone", tuple["Features", ...], list[list[int]]]
 
 
 def _running(args: argparse.Namespace, name: str, heads: str | None) -> Subject:
-    """Return the backbone to run. Raises UserError if it cannot verify trees."""
+    """Return the backbone to run. Raises UserError if it cannot verify trees, and before it is loaded for what files show."""
     from headstart.heads.backbone.backbone import load_backbone
+    from headstart.heads.checkpoint import require_sizes
+    from headstart.support.chat.prompts import require_prompts
     from headstart.support.errors import UserError
 
+    for file in args.prompts or []:
+        require_prompts(file)
+    if heads:
+        require_sizes(heads, name, whole=False)
     backbone = load_backbone(name, dtype="fp32", device="cpu")
     if backbone.refusal is not None:
         raise UserError(f"{backbone.refusal}: give a feature cache with --features, and drafts are compared on its states")

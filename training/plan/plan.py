@@ -78,6 +78,7 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
     return Machine(device is not None or gpus is not None, gpus or 1, total, name, device is not None or gpus is None)
 
 
+@waiting("counting memory")
 def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[str, Any]:
     """Return the plan as JSON, but for what `timed` adds; with ``tflops``, the peak of each device, also a duration from the arithmetic.
 
@@ -252,8 +253,7 @@ def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: b
     if reason is None:
         print("timing a few steps of this recipe on this machine (--no-calibration leaves that out)", file=sys.stderr, flush=True)
         try:
-            with waiting("timing"):
-                seconds = seconds_per_step(tried, machine.processes, steps)
+            seconds = seconds_per_step(tried, machine.processes, steps)
             time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": tried is not recipe}
         except UserError as error:
             reason = str(error)
