@@ -68,12 +68,10 @@ def new_recipe(args: argparse.Namespace) -> int:
     tree = {key: {**value, **extra.get(key, {})} for key, value in proposal.tree.items()}
     write_text(out, recipe_text(proposal, str(out), values=tree))
     print(f"wrote     {out}")
-    for assumption in proposal.assumed:
-        print(f"assumed   {assumption}")
-    if facts.refusal is not None:
-        print(f"only      {facts.refusal}")
+    for label, line in [*(("assumed", one) for one in proposal.assumed), *([("only", facts.refusal)] if facts.refusal else [])]:
+        print(f"{label:<9} {line}")
     print(f"fits      {gigabytes(proposal.figures.peak)} at most of {gigabytes(machine.usable)} usable; headstart plan {out} says more")
-    print("\n".join(["next      in this order:", *next_commands(proposal, str(out))]))
+    print("next      in this order:", *next_commands(proposal, str(out)), sep="\n  ")
     write_json(args.json, {"recipe": str(out), "assumed": list(proposal.assumed), "peak": proposal.figures.peak, "values": tree})
     return 0
 
