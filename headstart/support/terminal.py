@@ -73,6 +73,8 @@ def show(parts: Sequence[RenderableType], out: TextIO) -> None:
 Item = TypeVar("Item")
 FILE_SECONDS = 5.0
 """Seconds between two states of a bar that is written to a file or pipe."""
+WAITING_SECONDS = 4.0
+"""Seconds between two lines of `waiting`."""
 
 
 def progress(what: str, unit: str, total: int | None, shown: bool = True) -> tqdm:
@@ -90,7 +92,7 @@ def waiting(what: str) -> Iterator[None]:
     out, start, done = sys.stderr, time.monotonic(), Event()
 
     def tell() -> None:
-        while not done.wait(FILE_SECONDS - 1):
+        while not done.wait(WAITING_SECONDS):
             print(f"{what} ({time.monotonic() - start:.0f} s)", file=out, flush=True)
 
     teller = Thread(target=tell, daemon=True)

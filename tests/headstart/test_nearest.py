@@ -35,7 +35,7 @@ def test_a_name_that_is_not_alike_is_not_offered() -> None:
 
 
 def test_work_that_says_nothing_is_shown_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "FILE_SECONDS", 1.02)
+    monkeypatch.setattr(terminal, "WAITING_SECONDS", 0.02)
     monkeypatch.setattr(sys, "stderr", StringIO())
     with terminal.waiting("reading"):
         time.sleep(0.2)

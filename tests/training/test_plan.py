@@ -150,8 +150,7 @@ def test_a_mistake_is_one_line(name: str, small: Path, tmp_path: Path, capsys: p
     file = tmp_path / "made" / "plan.json"
     assert main(["plan", str(small), *arguments, "--json", str(file)]) == 2
     printed = capsys.readouterr()
-    *waited, line = printed.err.splitlines()  # on a busy machine
-    assert printed.out == "" and message in line and all(one.startswith("counting memory (") for one in waited), printed.err
+    assert printed.out == "" and message in printed.err and printed.err.count("\n") == 1, printed.err
     assert not file.parent.exists()
 
 
