@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, DRAFTER_ADAPTER
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.fingerprint import VERSION
-from headstart.heads.backbone.model_config import end_tokens
+from headstart.heads.backbone.model_config import end_tokens, read_sizes
 from headstart.heads.backbone.shipped import resolve_heads
 from headstart.heads.base import Drafter
 from headstart.heads.card import Card
@@ -219,10 +219,14 @@ def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbo
 
 def _checked(path: str, file: Path, sha256: str) -> Path:
     """Return ``file``. Raises UserError if it is missing or changed."""
+    if file_hash(_present(path, file)) != sha256:
+        raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
+    return file
+
+
+def _present(path: str, file: Path) -> Path:
     if not file.is_file():
         raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
-    if file_hash(file) != sha256:
-        raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
     return file
 
 
@@ -232,17 +236,35 @@ def require_adapter(path: str | Path, backbone: Backbone, allow_finetuned: bool 
     backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
 
 
-def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_finetuned: bool) -> None:
-    """Raise UserError, naming both backbones, if the heads were trained on another one."""
-    trained, found = card["contract"], backbone.contract()
-    found.pop("weights")
-    on, here = card["backbone"] or "another backbone", backbone.name or type(backbone.model).__name__
+def require_sizes(path: str, backbone: str, *, trust_remote_code: bool = False, whole: bool = True) -> None:
+    """Raise UserError for heads of a backbone of other sizes than this one's files state, or, if ``whole``, without their weights.
+
+    No weights are read, so that it is said at once.
+    """
+    folder, card = read_metadata(path)
+    if whole:
+        _present(path, folder / card["weights"]["file"])
+    _require_alike(path, card, read_sizes(backbone, trust_remote_code=trust_remote_code), backbone)
+
+
+def _require_alike(path: str, card: dict[str, Any], found: dict[str, Any], here: str) -> dict[str, Any]:
+    """Return the heads' contract. Raises UserError, naming both backbones, unless it has what was ``found``."""
+    trained, on = card["contract"], card["backbone"] or "another backbone"
     for key, value in found.items():
         if trained.get(key) != value:
             raise UserError(
                 f"{path} was trained on {on} ({key} {trained.get(key)}); this backbone is {here} ({key} {value}): "
                 "load the backbone it was trained on"
             )
+    return dict(trained)
+
+
+def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_finetuned: bool) -> None:
+    """Raise UserError, naming both backbones, if the heads were trained on another one."""
+    found = backbone.contract()
+    found.pop("weights")
+    on, here = card["backbone"] or "another backbone", backbone.name or type(backbone.model).__name__
+    trained = _require_alike(path, card, found, here)
     if not allow_finetuned and backbone.match(trained) == "other":
         raise UserError(
             f"{path} was trained on {on}; this backbone is {here}, of that shape with other weights: load the one it was trained on, "

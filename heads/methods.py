@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import os
@@ -19,7 +18,7 @@ import headstart.heads as package
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.support.config import parse
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, did_you_mean
 
 KIND = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 """A name, or dotted names."""
@@ -59,8 +58,7 @@ def find_drafter(kind: str) -> type[Drafter]:
             known = ", ".join(methods())
             raise UserError(f"no module {name!r} for the drafter; known: {known}, or a dotted name that can be imported") from None
     if not drafters and "." not in kind:  # no file of that name, or one of another purpose
-        near = difflib.get_close_matches(kind, methods(), 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(kind, methods())
         raise UserError(f"unknown drafter {kind!r}; {hint}known: {', '.join(methods())}, or the dotted name of a module of your own")
     if len(drafters) != 1:
         raise UserError(f"{name} must define exactly one Drafter; it defines {len(drafters)}")

@@ -24,7 +24,10 @@ import torch  # noqa: E402  (the libraries read these when imported)
 from matrix import mark_slow_cells  # noqa: E402
 from recorded import graphs  # noqa: E402, F401  (a fixture)
 
+from headstart.support import terminal  # noqa: E402
+
 torch.set_num_threads(1)
+terminal.WAITING_SECONDS = 1e6  # on a busy machine, commands would say that they still wait
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -55,6 +55,8 @@ def _save_heads(run: Run) -> Exception | None:
 def _save_state(run: Run) -> None:
     tensors = {name: tensor for trainer in run.trainers for name, tensor in trainer.pack().items()}
     progress = {"recipe": to_dict(run.recipe), "data": run.feed.samples_hash, "tokens": run.tokens, "evaluated": not run.pending}
+    if run.log.wandb_id is not None:
+        progress["wandb"] = run.log.wandb_id
     if not run.backbone.trainable:
         progress["adapter"] = run.backbone.adapter_digest
     progress["heads"] = {trainer.name: trainer.progress() for trainer in run.trainers}

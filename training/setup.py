@@ -16,7 +16,7 @@ from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import require_savable
@@ -24,6 +24,7 @@ from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import coverage_report, describe_coverage, label_counts, load_data, prompts, require_vocabulary
+from headstart.training.data.first_rows import checked_tokenizer
 from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import begun_at, now, prints_date
@@ -47,7 +48,7 @@ from headstart.training.run.checkpoint import (
 from headstart.training.run.defaults import AUTO, Chosen, advice, autocast_name, choose
 from headstart.training.run.processes import in_first_process
 from headstart.training.run.sharding import empty_model, fsdp_plugin, is_sharded, require_known, shard_layers
-from headstart.training.run.start import choose_vocabularies, fit_starts, read_starts
+from headstart.training.run.start import choose_vocabularies, fit_starts, read_starts, require_starts
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
 
@@ -92,10 +93,12 @@ class Run:
 def prepare(recipe: Recipe) -> Run:
     """Load the backbone and data, build the drafters and resume if there is a saved state. Raises UserError."""
     require_trackers(recipe)
+    require_starts(recipe)
+    tokenizer = checked_tokenizer(recipe)
     recipe = _with_precision(recipe)
     accelerator = _accelerator(recipe)
     state = _find_state(recipe, accelerator)
-    backbone, tokenizer = _load_backbone(recipe, accelerator)
+    backbone = _load_backbone(recipe, accelerator)
     recipe = _with_time(recipe, tokenizer, state)
     drafters = _build_drafters(recipe, backbone, fresh=state is None and backbone.whole)
     starts = read_starts(recipe, drafters) if state is None else {}
@@ -115,7 +118,7 @@ def prepare(recipe: Recipe) -> Run:
         trainer.start = starts[trainer.name].provenance if trainer.name in starts else None
         if counts is not None and trainer.drafter.vocabulary is not None:
             trainer.coverage = coverage_report(counts, trainer.drafter.vocabulary)
-    log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
+    log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process, state.progress.get("wandb") if state else None)
     eval_prompts = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
     origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
     run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
@@ -170,7 +173,7 @@ def _find_state(recipe: Recipe, accelerator: Accelerator) -> State | None:
     return state
 
 
-def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, PreTrainedTokenizerBase]:
+def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> Backbone:
     section = recipe.backbone
     sharded = section.shard and accelerator.num_processes > 1 and not opens_head_only(recipe)
     if sharded and not accelerator.is_main_process:  # the main process reads the files, once for all
@@ -183,7 +186,7 @@ def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, 
             raise UserError("backbone.lora is trained data-parallel; launch without FSDP (accelerate launch --multi_gpu)")
         set_seed(recipe.seed)
         backbone.add_lora(lora.rank, lora.alpha, lora.dropout, lora.target_modules, lora.use_dora)
-    return backbone, load_tokenizer(section.path, trust_remote_code=section.trust_remote_code)
+    return backbone
 
 
 def _with_time(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, state: State | None) -> Recipe:

@@ -77,6 +77,12 @@ class GgufFile:
         return [embedding, output] if bits_of(embedding) or bits_of(output) else None
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the model as its contract names them, by the header alone; transformers takes seconds for a configuration."""
+        width, embedding = self.header.metadata.get(f"{self.architecture}.embedding_length"), self.header.tensors.get("token_embd.weight")
+        return {"hidden_size": width, "vocab_size": embedding.elements // width} if width and embedding else {}
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype it is loaded in by default: that of its weights, or bf16 if they are quantized."""
         return {"F32": torch.float32, "F16": torch.float16}.get(self.type, torch.bfloat16)

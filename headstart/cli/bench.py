@@ -248,9 +248,9 @@ def tune(args: argparse.Namespace) -> int:
 
     quiet()
     name, prompter = model_of(args, args.chat, args.prompt_tokens)
+    prompts = [prompt.ids_T for file in args.prompts or [] for prompt in read_prompts(file, prompter, args.limit)]
     backbone = backbone_of(name, args)
     heads = heads_of(args.heads, backbone, prompter.tokenizer, args)
-    prompts = [prompt.ids_T for file in args.prompts or [] for prompt in read_prompts(file, prompter, args.limit)]
     for number, prompt_T in enumerate(prompts, 1):
         require_room(f"prompt {number}", len(prompt_T), args.max_new_tokens, backbone)
     nodes = tuple(size for size in TUNED_SIZES if size <= args.max_nodes)

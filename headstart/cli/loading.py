@@ -10,18 +10,20 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
+from headstart.heads.backbone.adapter import find_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.model_config import end_tokens, read_end_tokens
+from headstart.heads.backbone.model_config import end_tokens, read_end_tokens, read_sizes
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import chat_settings, read_metadata, require_adapter
+from headstart.heads.checkpoint import chat_settings, read_metadata, require_adapter, require_sizes
 from headstart.heads.methods import find_drafter
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
 from headstart.inference.sources.proposer import Proposer
-from headstart.support.chat.prompts import Prompter
+from headstart.support.chat.prompts import Prompter, require_prompts
 from headstart.support.chat.template import ChatSettings
 from headstart.support.errors import UserError
+from headstart.support.json_text import parse_json
 from headstart.support.text import read_text, visible
 
 
@@ -49,6 +51,7 @@ def backbone_name(asked: str | None, heads: list[str]) -> str:
 
 def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bool | None = None, prompt_tokens: int = 64) -> Prompter:
     """Load the backbone's tokenizer, and make prompts as the heads were trained on; see `Prompter` for ``style`` and ``prompt_tokens``."""
+    _require_files(name, heads, args)
     try:
         tokenizer = load_tokenizer(name, trust_remote_code=args.trust_remote_code)
         ends = read_end_tokens(name, trust_remote_code=args.trust_remote_code)
@@ -58,6 +61,25 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
     settings = chat_settings_of(heads, args.template_arg, ends)
     tokenizer.chat_template = settings.template_of(tokenizer)
     return Prompter(tokenizer, style, prompt_tokens, settings)
+
+
+def _require_files(name: str, heads: list[str], args: argparse.Namespace) -> None:
+    """Raise UserError for mistakes that files show, before the first tokenizer or weights are read."""
+    given = vars(args)
+    for file in given.get("prompts") or ():
+        require_prompts(file)
+    for path in heads:
+        require_sizes(path, name, trust_remote_code=args.trust_remote_code)
+    for what, model in (("draft model", args.draft_model), ("--assistant", given.get("assistant"))):
+        try:
+            if model:
+                read_sizes(model, trust_remote_code=args.trust_remote_code)
+        except UserError as error:
+            raise UserError(f"{what}: {error}") from None
+    if args.adapter is not None:
+        find_adapter(args.adapter)
+    if given.get("json_schema") is not None:
+        parse_json(read_text("--json-schema", args.json_schema), args.json_schema)
 
 
 def chat_settings_of(heads: list[str], changes: list[str] | None, ends: tuple[int, ...]) -> ChatSettings:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from headstart import __version__
 from headstart.cli.arguments import DEBUG, RENAMED, add_debug
 from headstart.cli.failures import Guard
-from headstart.support.errors import notice, one_line
+from headstart.support.errors import did_you_mean, notice, one_line
 from headstart.support.files import require_writable
 from headstart.support.text import open_streams, require_arguments_text
 
@@ -106,6 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Offer the choice that was probably meant."""
+        if action.choices is not None and value not in action.choices and (hint := did_you_mean(str(value), map(str, action.choices))):
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}choose from {', '.join(map(str, action.choices))}")
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         """Report the error in one line, like all user errors."""
         self.exit(2, f"error: {one_line(message)} (see {self.prog} --help)\n")

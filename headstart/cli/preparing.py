@@ -41,13 +41,15 @@ def new_recipe(args: argparse.Namespace) -> int:
     from headstart.support.files import require_writable, write_json, write_text
     from headstart.support.text import gigabytes
     from headstart.training.plan.plan import find_machine
+    from headstart.training.rules.datasets import find_preset
     from headstart.training.rules.methods import find_method
     from headstart.training.rules.model import read_facts
     from headstart.training.rules.propose import propose
-    from headstart.training.rules.text import recipe_text
+    from headstart.training.rules.text import next_commands, recipe_text
 
     quiet()
-    find_method(args.method)  # before anything is read
+    find_method(args.method)  # before the model is read
+    find_preset(args.data or "text")
     machine = find_machine(args.gpus, args.memory)
     if not args.model.strip():
         raise UserError("MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text")
@@ -66,12 +68,10 @@ def new_recipe(args: argparse.Namespace) -> int:
     tree = {key: {**value, **extra.get(key, {})} for key, value in proposal.tree.items()}
     write_text(out, recipe_text(proposal, str(out), values=tree))
     print(f"wrote     {out}")
-    for assumption in proposal.assumed:
-        print(f"assumed   {assumption}")
-    if facts.refusal is not None:
-        print(f"only      {facts.refusal}")
+    for label, line in [*(("assumed", one) for one in proposal.assumed), *([("only", facts.refusal)] if facts.refusal else [])]:
+        print(f"{label:<9} {line}")
     print(f"fits      {gigabytes(proposal.figures.peak)} at most of {gigabytes(machine.usable)} usable; headstart plan {out} says more")
-    print(f"next      {'headstart serve-features' if 'features' in tree else 'headstart train'} {out}")
+    print("next      in this order:", *next_commands(proposal, str(out)), sep="\n  ")
     write_json(args.json, {"recipe": str(out), "assumed": list(proposal.assumed), "peak": proposal.figures.peak, "values": tree})
     return 0
 
@@ -175,8 +175,11 @@ def plan(args: argparse.Namespace) -> int:
     from headstart.training.recipe.recipe import load_recipe
 
     quiet()
-    report = plan.plan(load_recipe(args.recipe, args.overrides), args.gpus, args.memory, not args.no_calibration, args.tflops)
-    print("\n".join(plan_table.lines(report)))
+    recipe, machine = load_recipe(args.recipe, args.overrides), plan.find_machine(args.gpus, args.memory)
+    report = plan.plan(recipe, machine, args.tflops)
+    print("\n".join(plan_table.lines(report)), flush=True)
+    report |= plan.timed(recipe, report, machine, not args.no_calibration)
+    print("\n".join(plan_table.time_lines(report)))
     write_json(args.json, report)
     return 0
 

@@ -212,10 +212,16 @@ Subject = tuple["Backbone", tuple["Features", ...], list[list[int]]]
 
 
 def _running(args: argparse.Namespace, name: str, heads: str | None) -> Subject:
-    """Return the backbone to run. Raises UserError if it cannot verify trees."""
+    """Return the backbone to run. Raises UserError if it cannot verify trees, and before it is loaded for what files show."""
     from headstart.heads.backbone.backbone import load_backbone
+    from headstart.heads.checkpoint import require_sizes
+    from headstart.support.chat.prompts import require_prompts
     from headstart.support.errors import UserError
 
+    for file in args.prompts or []:
+        require_prompts(file)
+    if heads:
+        require_sizes(heads, name, whole=False)
     backbone = load_backbone(name, dtype="fp32", device="cpu")
     if backbone.refusal is not None:
         raise UserError(f"{backbone.refusal}: give a feature cache with --features, and drafts are compared on its states")

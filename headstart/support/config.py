@@ -12,7 +12,6 @@ A rule between fields is a model validator that raises `RuleError`.
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
 from pydantic import AfterValidator, AllowInfNan, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, nearest
 from headstart.support.numeric_limits import MAX_DEPTH, MAX_LAYERS, MAX_SEED, MAX_SIZE, MAX_TEMPERATURE, TEMPERATURES, is_temperature
 
 Model = TypeVar("Model", bound="StrictModel")
@@ -217,6 +216,6 @@ def _instead(key: str, here: Sequence[str], anywhere: Sequence[str]) -> str:
     """Suggest the most similar key of this section or, failing that, of any section; else list the known keys."""
     for dotted, cutoff in ((here, 0.6), (anywhere, 0.8)):
         names = {name.rpartition(".")[2]: name for name in dotted}
-        if near := difflib.get_close_matches(key, names, 1, cutoff=cutoff):
-            return f"did you mean {names[near[0]]}?"
+        if near := nearest(key, names, cutoff):
+            return f"did you mean {names[near]}?"
     return f"known: {', '.join(here)}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 
@@ -34,6 +35,17 @@ def one_line(text: str, longest: int = LONGEST) -> str:
 def cause(error: BaseException, longest: int = 300) -> str:
     """Return what an error says in one line of at most ``longest`` characters; its type if it says nothing."""
     return one_line(" ".join(str(error).split()), longest) or type(error).__name__
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
+    """Return the name that was probably meant; None if no known one is as similar (`difflib`'s ratio; its 0.6 takes ollama for vllm)."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the beginning of a remedy that offers the nearest known name; empty if none is near."""
+    near = nearest(name, known)
+    return "" if near is None else f"did you mean {near!r}? "
 
 
 def _cut(text: str, longest: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from headstart.support.errors import UserError, cause
+from headstart.support.errors import UserError, cause, nearest
 
 MAX_PATH, MAX_PART = 4096, 255
 """Bytes of a path, and of a name in it, on Linux."""
@@ -123,8 +122,9 @@ def _near(file: Path) -> str:
         names = [one.name for one in file.parent.iterdir() if one.is_file()]
     except OSError:
         names = []
-    near = difflib.get_close_matches(file.name, names, n=1)
-    return f"did you mean {file.with_name(near[0])}?" if near else "check its name"
+    stems = {name.partition(".")[0]: name for name in sorted(names, key=lambda name: name.endswith(file.suffix))}  # endings are alike
+    near = nearest(file.name.partition(".")[0], stems)
+    return "check its name" if near is None else f"did you mean {file.with_name(stems[near])}?"
 
 
 def require_writable(what: str, path: str | Path | None) -> None:

@@ -183,9 +183,14 @@ def read_jsonl(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def open_file(file: Path) -> BinaryIO:
-    """Open a file to read its bytes, decompressed if its name ends in .gz or .zst. Raises OSError, also for damaged data when read."""
-    if file.suffix == ".zst":
+    """Open a file to read its bytes, decompressed if they are gzip's or zstd's. Raises OSError, also for damaged data when read.
+
+    What it begins with says so, whatever its name: browsers and scripts compress and decompress without renaming.
+    """
+    with file.open("rb") as opened:
+        begin = opened.read(4)
+    if begin == b"\x28\xb5\x2f\xfd":
         import pyarrow  # type: ignore[import-untyped]  # here, since only these files need it
 
         return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd")))
-    return cast(BinaryIO, gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb"))
+    return cast(BinaryIO, gzip.open(file, "rb") if begin.startswith(b"\x1f\x8b") else file.open("rb"))

@@ -6,14 +6,13 @@ An entry says what was done with the versions named: ``run`` (heads were loaded 
 
 from __future__ import annotations
 
-import difflib
 import json
 import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from headstart.inference.serving.layouts.checkpoint import METHODS
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, did_you_mean
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "tgi": "TGI", "transformers": "transformers"}
 
@@ -124,9 +123,7 @@ def require_engine(engine: str, method: str, layouts: list[str]) -> None:
 
 def nearest(name: str, allowed: list[str]) -> UserError:
     """Return the error for an unknown format."""
-    near = difflib.get_close_matches(name.lower(), allowed, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return UserError(f"unknown format {name!r}; {hint}allowed: {', '.join(allowed)}")
+    return UserError(f"unknown format {name!r}; {did_you_mean(name.lower(), allowed)}allowed: {', '.join(allowed)}")
 
 
 QUANTIZED = {

@@ -146,9 +146,10 @@ def _write_merged(heads: Checkpoint, folder: Path) -> None:
 
 
 def _served(heads: Checkpoint, request: Request, config: dict[str, Any], rank: int) -> Served:
-    out = str(request.out.absolute())
+    out, backbone = str(request.out.absolute()), Path(heads.served).expanduser()
     adapter = f"{out}/{ADAPTER}" if rank else None
-    return Served(heads.method, out, heads.served, heads.depth, config, adapter, rank)
+    served = str(backbone.absolute()) if backbone.exists() else heads.served  # as its folder: the line is run anywhere
+    return Served(heads.method, out, served, heads.depth, config, adapter, rank)
 
 
 def _report(heads: Checkpoint, request: Request, layout: ServedLayout, served: Served, engine: str | None) -> dict[str, Any]:

@@ -16,6 +16,10 @@ def test_a_file_that_is_not_there_is_compared_with_those_that_are(tmp_path: Path
     (tmp_path / "eagle3.yaml").touch()
     with pytest.raises(UserError, match=r"eagel3\.yaml: there is no such file; did you mean .*eagle3\.yaml\?"):
         require_file("recipe", tmp_path / "eagel3.yaml")
+    (tmp_path / "train.jsonl").touch()
+    for unlike in ("test.jsonl", "x.yaml"):  # the ending alone is no likeness
+        with pytest.raises(UserError, match="there is no such file; check its name"):
+            require_file("data", tmp_path / unlike)
     with pytest.raises(UserError, match="there is no such file; check its name"):
         require_file("recipe", tmp_path / "nothing" / "eagel3.yaml")
 

@@ -52,7 +52,7 @@ class TestSecrets:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(log, "WandBTracker", Recorder)
         monkeypatch.setitem(sys.modules, "wandb", type(sys)("wandb"))
-        log._start_wandb(load_recipe(trained / "recipe.yaml", ["log.wandb=offline"]))
+        log._start_wandb(load_recipe(trained / "recipe.yaml", ["log.wandb=offline"]), None)
         assert given["regenerate"]["api_key"] == "SERVER_KEY" and not [one for one in SECRETS.values() if one in json.dumps(given)]
 
     @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_packing_for_recurrent_layers_is_refused_before_anything_is_read(tmp_pat
     name, settings = CONFIGS["qwen3_next"]
     model = build_model(name, settings)
     model.save_pretrained(tmp_path / "hybrid")
-    packed = load_recipe(recipe, [f"backbone.path={tmp_path / 'hybrid'}", "data.packing=true", "data.train=gone.jsonl"])
+    packed = load_recipe(recipe, [f"backbone.path={tmp_path / 'hybrid'}", "data.packing=true"])
     with pytest.raises(UserError, match=r"recurrent layers, which follow no mask: no packing \(data.packing=false\)"):
         prepare(packed)
     with pytest.raises(UserError, match="data.packing=false"):

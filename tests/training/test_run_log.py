@@ -7,6 +7,7 @@ import json
 import math
 import re
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,29 @@ def test_wandb_offline_has_recipe_numbers_and_examples(tmp_path: Path) -> None:
     assert [history[2][f"acceptance_per_depth/{i}"] for i in (0, 1)] == evaluated["acceptance_per_depth"]
     (table,) = path.parent.glob("files/media/table/*.json")
     assert json.loads(table.read_text())["data"] == [[one["prompt"], marked(one)] for one in evaluated["examples"]]
+
+
+STANDIN = """from types import SimpleNamespace
+errors, begun = SimpleNamespace(Error=RuntimeError), []
+class Table(SimpleNamespace): pass
+def init(**given):
+    begun.append(given)
+    return SimpleNamespace(log=lambda values, **how: None, finish=lambda: None)
+"""
+
+
+def test_a_resumed_run_goes_on_in_weights_and_biases_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(STANDIN)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    recipe = make_recipe(tmp_path, log={"wandb": "offline"}, train={"schedule": "constant"})
+    for given in (["train.steps=1"], ["train.steps=2"], ["train.steps=1", f"save.dir={tmp_path / 'another'}"]):
+        AcceleratorState._reset_state(True)
+        assert main([str(recipe), *given]) == 0
+    first, resumed, another = importlib.import_module("wandb").begun
+    assert first["id"] == resumed["id"] != another["id"] and {one["resume"] for one in (first, resumed, another)} == {"allow"}
+    sys.modules.pop("wandb")
 
 
 def test_a_tracker_that_is_missing_is_said_before_anything_is_loaded(

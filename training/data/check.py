@@ -16,10 +16,11 @@ from typing import Any
 
 from headstart.inference.engine.processing import common_prefix
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import ASSISTANT, Message, read_conversation
+from headstart.support.chat.messages import ASSISTANT, Message
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
+from headstart.training.data.columns import Column
 from headstart.training.data.sample import IDS, MASK, Sample, read_tokens
 
 ROWS = 100
@@ -39,10 +40,8 @@ class Source:
     """Where the conversations are from."""
 
     name: str
-    column: str
+    column: Column
     """The column of the text."""
-    form: str
-    """One of `FIELDS` of messages.py, or auto."""
     exact: bool
     """Whether the rows' exact tokens are what is trained on."""
 
@@ -117,7 +116,7 @@ def compare(rows: Sequence[Row], source: Source, chat: Chat) -> Check:
     check, warning = Check(0, 0, stored=True), chat.ending.warning
     count = min(ROWS, len(rows))
     for number in (i * len(rows) // count for i in range(count)):
-        if rows[number].get(source.column) is None:
+        if rows[number].get(source.column.name) is None:
             continue
         try:
             check += _compare(_conversation(rows[number], f"{source.name}, row {number + 1}", source, chat), source.exact, chat)
@@ -127,7 +126,7 @@ def compare(rows: Sequence[Row], source: Source, chat: Chat) -> Check:
 
 
 def _conversation(row: Row, where: str, source: Source, chat: Chat) -> Conversation:
-    messages, tools = read_conversation(row, source.column, where, source.form)
+    messages, tools = source.column.messages(row, where)
     stored = read_tokens(row, IDS, where, False) if row.get(IDS) is not None and row.get(MASK) is not None else []
     samples = stored if source.exact else [Sample.of(*one) for one in chat.samples(messages, tools)]
     return Conversation(where, messages, tools, samples, stored)

@@ -1,23 +1,20 @@
-"""The column that a dataset is trained on, and what its values are: exact tokens, conversations or plain text."""
+"""The column that a dataset is trained on, or the two of a prompt and its answer, and what the values are: tokens, turns or plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headstart.support.chat.messages import Message, looks_like_turns, read_conversation
+from headstart.support.chat.messages import ANSWERS, PROMPTS, Message, looks_like_turns, prompt_of, read_conversation, read_pair
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
 from headstart.training.data.sample import IDS, read_tokens
 from headstart.training.recipe.sections import Data
 
-TEXTS = ("messages", "conversations", "text")
-
-
-COLUMNS = (IDS, *TEXTS)
-"""Columns that may hold a row's samples, in order of precedence."""
-
+CONVERSATIONS = ("messages", "conversations")
+Kind = Literal["tokens", "chat", "pair", "text"]
 
 LEAST, FEW = 0.01, 20
 """Share of bad rows from which on they end the run, whatever ``data.on_bad_row`` is; a single one among at least so many rows does not."""
@@ -26,23 +23,36 @@ LEAST, FEW = 0.01, 20
 @dataclass(frozen=True)
 class Column:
     name: str
-    kind: Literal["tokens", "chat", "text"]
+    kind: Kind
     data: Data
+    answer: str = ""
+    """Of a pair: the column that answers it; empty if the answers are yet to be written."""
 
     def value(self, row: Row, where: str) -> Any:
-        """Return a row's value. Raises UserError, which begins with ``where``, if it has none."""
-        if row.get(self.name) is None:
-            raise UserError(f"{where} has no {self.name}; it has {', '.join(row)}")
+        """Return a row's value, of a pair its prompt. Raises UserError, which begins with ``where``, if it has none."""
+        for name in (self.name, self.answer) if self.answer else (self.name,):
+            if row.get(name) is None:
+                raise UserError(f"{where} has no {name}; it has {', '.join(row)}")
         return row[self.name]
 
     def messages(self, row: Row, where: str) -> tuple[list[Message], Any]:
         """Return the messages and tools of a conversation. Raises UserError."""
         value = self.value(row, where)
+        if self.kind == "pair":
+            return read_pair(row, self.name, self.answer, where)
         try:
             return read_conversation(row, self.name, where, self.data.format)
         except UserError as error:
             plain = isinstance(value, str) and self.data.format == "auto" and not looks_like_turns(value)
             raise UserError(f"{error}; data.format=text trains on plain text") if plain else error from None
+
+    def plain_pair(self, row: Row, where: str) -> tuple[str, str]:
+        """Return prompt and answer as plain texts. Raises UserError for turns."""
+        self.value(row, where)
+        pair = prompt_of(row, self.name), row[self.answer] if self.answer else ""
+        if not all(isinstance(text, str) for text in pair):
+            raise UserError(f"{where}: {self.name} and {self.answer} are text without a chat template; set data.chat_template for turns")
+        return pair
 
     def text(self, row: Row, where: str) -> str:
         """Return a plain text. Raises UserError for other values, and for a conversation among plain texts."""
@@ -59,7 +69,7 @@ class Column:
             self.value(row, where)
             read_tokens(row, self.name, where, self.data.loss_on == "all")
         else:
-            (self.messages if self.kind == "chat" else self.text)(row, where)
+            (self.text if self.kind == "text" else self.messages)(row, where)
 
 
 @dataclass(frozen=True)
@@ -71,30 +81,42 @@ class BadRows:
     """What is wrong with the first one."""
 
 
-def find_column(rows: Sequence[Row], data: Data, source: str, columns: Sequence[str] = COLUMNS) -> Column:
-    """Return the column to train on, of ``columns`` if the recipe names none: the first that at least half of the rows have.
+def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = False) -> Column:
+    """Return the column to train on, or two: if the recipe names none, the first of the usual ones that at least half of the rows have.
 
-    Whether its values are conversations or plain text is what most of them are. Raises UserError if no row has one.
+    Whether a column's values are conversations or plain text is what most of them are. ``asked``: to regenerate, by text, from prompts
+    alone too. Raises UserError if no row has one.
     """
-    named = {"tokens": IDS}.get(data.format, data.format)
-    candidates = (data.column,) if data.column else columns if data.format == "auto" else (named,)
-    counts = {name: sum(row.get(name) is not None for row in rows) for name in candidates}
-    most = max(counts.values())
-    if not most:
-        choose = "set data.column to one it has" if data.column else "name yours with data.column"
-        wanted = " or ".join(name for name in candidates if name != IDS or len(candidates) == 1)
+    counts = Counter(name for row in rows for name, value in row.items() if value is not None)
+    if data.columns is not None:
+        if data.columns.completion is None and not asked:
+            raise UserError("data.columns.completion is not set; name the column of the answers, or write them with headstart regenerate")
+        found = [(data.columns.prompt, "" if asked else str(data.columns.completion))]
+    elif data.column or data.format != "auto":
+        found = [(data.column or {"tokens": IDS}.get(data.format, data.format), "")]
+    else:
+        found = _usual(counts, asked)
+    shares = [min(counts[name], counts[answer] if answer else len(rows)) for name, answer in found]
+    if not any(shares):
+        choose = (
+            "set data.column to one it has"
+            if data.column
+            else "name yours with data.column, or two as data.columns={prompt: A, completion: B}"
+        )
+        wanted = " or ".join(" with ".join(filter(None, pair)) for pair in found if pair[0] != IDS or len(found) == 1)
         raise UserError(f"{source} has the columns {', '.join(rows[0]) or '(none)'}, not {wanted}; {choose}")
-    name = next(name for name, count in counts.items() if 2 * count >= most)
-    return Column(name, _kind(name, rows, data), data)
+    name, answer = next(pair for pair, count in zip(found, shares, strict=True) if 2 * count >= max(shares))
+    paired = data.columns is not None or (data.column is None and name in PROMPTS)
+    return Column(name, "pair" if paired else _kind(name, rows, data), data, "" if asked else answer)
 
 
-def sound_rows(rows: list[Row], data: Data, source: str, columns: Sequence[str] = COLUMNS) -> tuple[list[Row], BadRows]:
+def sound_rows(rows: list[Row], data: Data, source: str, asked: bool = False) -> tuple[list[Row], BadRows]:
     """Return the rows that can be read, and what is left out.
 
     Raises UserError at the first bad row under ``data.on_bad_row=error``, or if 1 % of the rows or more are bad, and more than one of
     at least 20.
     """
-    column = find_column(rows, data, source, columns)
+    column = find_column(rows, data, source, asked)
     sound, bad = [], BadRows()
     for number, row in enumerate(rows, 1):
         try:
@@ -112,10 +134,17 @@ def sound_rows(rows: list[Row], data: Data, source: str, columns: Sequence[str] 
     return sound, bad
 
 
-def _kind(name: str, rows: Sequence[Row], data: Data) -> Literal["tokens", "chat", "text"]:
+def _usual(counts: Mapping[str, int], asked: bool) -> list[tuple[str, str]]:
+    """Return the columns that are looked for without a recipe's word, each with the one that answers it, in order of precedence."""
+    prompt, answer = (max(names, key=lambda name: counts[name]) for names in (PROMPTS, ANSWERS))
+    pairs = [(prompt, answer), ("text", ""), *([(prompt, "")] if asked else [])]
+    return [*([] if asked else [(IDS, "")]), *((name, "") for name in CONVERSATIONS), *pairs]
+
+
+def _kind(name: str, rows: Sequence[Row], data: Data) -> Kind:
     if data.format == "tokens" or (data.format == "auto" and name == IDS):
         return "tokens"
-    if data.format != "auto" or name in ("messages", "conversations"):
+    if data.format != "auto" or name in CONVERSATIONS:
         return "text" if data.format == "text" else "chat"
     values = [row[name] for row in rows if row.get(name) is not None]
     return "chat" if 2 * sum(map(looks_like_turns, values)) >= len(values) else "text"

@@ -19,7 +19,7 @@ from headstart.support.chat.messages import prompt_length
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import Mix
 from headstart.training.data.check import Check, Source, compare
-from headstart.training.data.columns import TEXTS, find_column, sound_rows
+from headstart.training.data.columns import CONVERSATIONS, Column, find_column, sound_rows
 from headstart.training.data.kept import Splits, keep_splits, read_splits, tokens_file
 from headstart.training.data.rows import Row, read_rows
 from headstart.training.data.sample import Sample
@@ -73,10 +73,12 @@ def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, 
     """Compare some of a dataset's conversations with an independent side; no answers are compared where there are none."""
     column, settings = find_column(rows, data, data.name), chat_settings(data, ends)
     exact = column.kind == "tokens"
-    text = next((name for name in TEXTS[:2] if rows[0].get(name) is not None), None) if exact else column.name
-    if text is None or column.kind == "text" or data.loss_on == "all" or not settings.template_of(tokenizer):
+    if exact:  # the text beside the tokens
+        name = next((name for name in CONVERSATIONS if rows[0].get(name) is not None), "")
+        column = Column(name, "chat" if name else "text", data.model_copy(update={"format": "auto"}))
+    if column.kind == "text" or data.loss_on == "all" or not settings.template_of(tokenizer):
         return Check(0, 0, stored=True)
-    return compare(rows, Source(data.name, text, "auto" if exact else data.format, exact), Chat(tokenizer, settings))
+    return compare(rows, Source(data.name, column, exact), Chat(tokenizer, settings))
 
 
 def _mix(data: Data, sizes: Sequence[int]) -> Mix | None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from headstart.support.chat.conversation import Chat
+from headstart.support.chat.conversation import Chat, Continuation
 from headstart.support.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
@@ -193,7 +193,7 @@ def make_samples(
     progress: bool = False,
 ) -> tuple[list[Sample], Stats]:
     """Make the samples of all rows, in order, with counts. Raises UserError if no label tokens remain."""
-    read = _reader(find_column(rows, data, source), tokenizer, data, ends)
+    read = reader_of(find_column(rows, data, source), tokenizer, data, ends)
 
     def make(part: range) -> tuple[Joined, Stats]:
         found, stats = _make(rows, part, read, data, source)
@@ -227,13 +227,16 @@ def _make(rows: Sequence[Row], part: range, read: Reader, data: Data, source: st
     return samples, stats
 
 
-def _reader(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
-    """Return the function that makes a row's samples."""
+def reader_of(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int] = ()) -> Reader:
+    """Return the function that makes a row's samples. Raises UserError for conversations without a chat template."""
     if column.kind == "tokens":
         return lambda row, where, stats: read_tokens(row, column.name, where, data.loss_on == "all")
     if column.kind == "text":
         return lambda row, where, stats: [whole(tokenizer(column.text(row, where), verbose=False)[IDS])]
-    chat = Chat(tokenizer, chat_settings(data, ends))
+    settings = chat_settings(data, ends)
+    if column.kind == "pair" and (data.format == "text" or not settings.template_of(tokenizer)):
+        return _plain_pairs(column, tokenizer, data, ends)
+    chat = Chat(tokenizer, settings)
 
     def read(row: Row, where: str, stats: Stats) -> list[Sample]:
         messages, tools = column.messages(row, where)
@@ -243,6 +246,18 @@ def _reader(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends
         stats.roles.update(message["role"] for message in messages)
         stats.rows_without_assistant += not samples
         return [Sample.of(tokens, labels) for tokens, labels in samples]
+
+    return read
+
+
+def _plain_pairs(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
+    """Return the function that makes samples of prompts and answers without a chat template: the answer follows as it is, and ends."""
+    continuation, end = Continuation(tokenizer), list(ends[:1]) or [token for token in [tokenizer.eos_token_id] if token is not None]
+
+    def read(row: Row, where: str, stats: Stats) -> list[Sample]:
+        prompt, answer = column.plain_pair(row, where)
+        asked, said = tokenizer(prompt, verbose=False)[IDS], [*continuation.continued([answer])[0], *end]
+        return [Sample.of([*asked, *said], [data.loss_on == "all"] * len(asked) + [True] * len(said))]
 
     return read
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
@@ -20,6 +20,7 @@ from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.text import gigabytes
 from headstart.training.data.data import load_data, require_vocabulary
+from headstart.training.data.first_rows import checked_tokenizer
 from headstart.training.data.kept import Splits
 from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.features.backbone import open_to_cache
@@ -90,15 +91,15 @@ def _source(recipe: Recipe, planned: PlannedCache) -> FeatureSource:
 
 def _plan(recipe: Recipe) -> PlannedCache:
     """Plan a recipe's cache. Raises UserError if ``cache.dir`` is not set or holds another cache."""
-    cache, where = recipe.cache, recipe.backbone
+    cache = recipe.cache
     if cache.dir is None:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
     folder = require_folder("cache.dir", cache.dir)
+    tokenizer = checked_tokenizer(recipe)
     backbone = open_to_cache(recipe, _device())
     drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
     form = format_of(cache, backbone, taps_of(drafters))
     require_taps_only(recipe, drafters, form)
-    tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
     if prints_date(recipe, tokenizer):
         recipe = begun_at(recipe, [cached_time(folder)], now())
     ends = end_tokens(backbone.model.generation_config)

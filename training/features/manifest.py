@@ -37,8 +37,8 @@ from headstart.training.recipe.recipe import Cache, Data, to_dict
 FORMAT = 2
 MANIFEST = "manifest.json"
 SAMPLE_KEYS = (
-    "train", "split", "subset", "limit", "eval", "eval_split", "eval_rows", "format", "column", "max_length", "packing", "overlong",
-    "loss_on", "template_kwargs", "template_time",
+    "train", "split", "subset", "limit", "eval", "eval_split", "eval_rows", "format", "column", "columns", "max_length", "packing",
+    "overlong", "loss_on", "template_kwargs", "template_time",
 )  # fmt: skip
 """Keys of ``data`` that determine the samples; stored so that an error can name the one that changed."""
 Contents = dict[str, dict[str, Any]]

@@ -20,7 +20,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.chat.template import template_hash
 from headstart.support.errors import UserError
@@ -29,6 +29,7 @@ from headstart.support.terminal import labelled
 from headstart.support.text import token_texts, visible
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import coverage_report, describe_coverage, label_counts, load_data, most_frequent, require_vocabulary
+from headstart.training.data.first_rows import checked_tokenizer
 from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import chat_settings
@@ -96,10 +97,10 @@ BINS, BAR_WIDTH = 8, 40
 
 def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:
     """Return the report and the output to print. Raises UserError for data that training would reject or a nonexistent sample."""
+    tokenizer = checked_tokenizer(recipe)
     models = make_fake_models(recipe, accelerator=False)
     require_packable(recipe, models.backbone)
     where = recipe.backbone
-    tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
     ends = read_end_tokens(where.path, trust_remote_code=where.trust_remote_code)
     splits = load_data(recipe.data, tokenizer, models.backbone.max_positions or sys.maxsize, ends=ends, progress=sys.stderr.isatty())
     require_vocabulary(splits, models.backbone.vocab)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import secrets
 import sys
 import time
 import traceback
@@ -36,11 +37,11 @@ def require_trackers(recipe: Recipe) -> None:
         )
 
 
-def start_trackers(recipe: Recipe, done: int) -> list[GeneralTracker]:
-    """Start the recipe's trackers and log the recipe. ``done``: optimiser steps before this start."""
+def start_trackers(recipe: Recipe, done: int, wandb_id: str | None = None) -> list[GeneralTracker]:
+    """Start the recipe's trackers and log the recipe. ``done``: optimiser steps before this start; ``wandb_id``: the run's in W&B."""
     trackers: list[GeneralTracker] = []
     if recipe.log.wandb != "off":
-        trackers.append(_start_wandb(recipe))
+        trackers.append(_start_wandb(recipe, wandb_id))
     if recipe.log.tensorboard:
         trackers.append(_start_tensorboard(recipe, done))
     return trackers
@@ -56,11 +57,12 @@ def log_examples(tracker: GeneralTracker, step: int, name: str, examples: list[d
         tracker.log({name: _as_code(text)}, step=step)
 
 
-def _start_wandb(recipe: Recipe) -> WandBTracker:
+def _start_wandb(recipe: Recipe, run_id: str | None) -> WandBTracker:
     import wandb
 
     log = recipe.log
-    tracker = WandBTracker(log.project, name=log.name, mode=log.wandb, dir=recipe.save.dir, config=to_dict(recipe))
+    own: dict[str, Any] = {"name": log.name, "mode": log.wandb, "dir": recipe.save.dir, "config": to_dict(recipe)}
+    tracker = WandBTracker(log.project, id=run_id, resume="allow", **own)
     try:
         tracker.start()
     except wandb.errors.Error as error:
@@ -170,8 +172,10 @@ class Meter:
 class Log:
     """``<save.dir>/log.jsonl`` and trackers; only the main process writes."""
 
-    def __init__(self, recipe: Recipe, steps: int, done: int, main: bool) -> None:
+    def __init__(self, recipe: Recipe, steps: int, done: int, main: bool, wandb_id: str | None = None) -> None:
+        """``wandb_id``: that of the run in Weights & Biases which this one resumes, if any."""
         self.main, self.steps = main, steps
+        self.wandb_id = None if recipe.log.wandb == "off" else wandb_id or secrets.token_hex(4)
         if not main:
             return
         path = Path(recipe.save.dir) / "log.jsonl"
@@ -182,7 +186,7 @@ class Log:
         if before != started:
             self._write({"step": done, **started})
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
-        self.trackers = start_trackers(recipe, done)
+        self.trackers = start_trackers(recipe, done, self.wandb_id)
 
     def say(self, text: str) -> None:
         """Print above the progress bar."""

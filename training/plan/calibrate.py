@@ -14,6 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import resolve
+from headstart.support.errors import waiting
 from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import training_step
 from headstart.training.recipe.recipe import Recipe
@@ -48,6 +49,7 @@ def live_until_cached(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"cache": settings.model_copy(update={"dir": None})})
 
 
+@waiting("timing")
 def seconds_per_step(recipe: Recipe, processes: int, steps: int) -> float:
     """Return the median duration of a step of one of ``processes`` processes, without communication and evaluation.
 

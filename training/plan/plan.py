@@ -20,10 +20,11 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.inference.engine.request import device_memory
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, waiting
 from headstart.support.numeric_limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import load_data, require_vocabulary
+from headstart.training.data.first_rows import check_data
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS
@@ -76,18 +77,17 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
     return Machine(device is not None or gpus is not None, gpus or 1, total, name, device is not None or gpus is None)
 
 
-def plan(
-    recipe: Recipe, gpus: int | None = None, memory_gb: float | None = None, calibrate: bool = True, tflops: float | None = None
-) -> dict[str, Any]:
-    """Return the plan as JSON; with ``tflops``, the peak of each device, also a duration from the arithmetic of a step.
+@waiting("counting memory")
+def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[str, Any]:
+    """Return the plan as JSON, but for what `timed` adds; with ``tflops``, the peak of each device, also a duration from the arithmetic.
 
     Raises UserError for recipes that training would reject, as far as is known without loading weights.
     """
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {tflops:g}")
-    machine = find_machine(gpus, memory_gb)
     if recipe.train.batch_size < machine.processes:
         raise UserError(f"train.batch_size={recipe.train.batch_size} leaves some of {machine.processes} GPUs without a sample; raise it")
+    check_data(recipe.data)
     models = make_fake_models(recipe, machine.accelerator)
     require_packable(recipe, models.backbone)
     splits = read_data(recipe, models)
@@ -115,7 +115,7 @@ def plan(
     report["advice"] = None if samples is None else advice(recipe.train, report["tokens"]["steps"], machine.processes)
     report |= {"cheaper": cheaper(recipe, models, samples), "data_unavailable": splits if isinstance(splits, str) else None}
     report["estimate"] = None if tflops is None else _estimate(memory_plan, size, share, report["tokens"]["steps"], tflops)
-    return report | _time(recipe, report, machine, calibrate)
+    return report
 
 
 def _gguf(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any] | None:
@@ -240,20 +240,20 @@ def _chosen(recipe: Recipe, models: FakeModels, tokens: dict[str, Any]) -> dict[
     return {name: asdict(choose(one, models.drafters[name], *size)) for name, one in recipe.per_drafter().items()}
 
 
-def _time(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: bool) -> dict[str, Any]:
-    """Return the duration, from timed steps on this machine, or why it is unknown."""
+def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: bool) -> dict[str, Any]:
+    """Return the duration of a planned run, from steps that are timed on this machine, or why it is unknown."""
     steps = report["tokens"]["steps"]
     reason = "not asked for (--no-calibration)" if not calibrate else None
     reason = reason or ("how many steps there are depends on data that are not here" if steps is None else None)
     reason = reason or (None if machine.here else "this machine has no accelerator to time it on")
     reason = reason or (None if report["memory"]["fits"] else "it does not fit")
-    time, timed = None, live_until_cached(recipe)
-    reason = reason or why_not_loadable(timed)
+    time, tried = None, live_until_cached(recipe)
+    reason = reason or why_not_loadable(tried)
     if reason is None:
         print("timing a few steps of this recipe on this machine (--no-calibration leaves that out)", file=sys.stderr, flush=True)
         try:
-            seconds = seconds_per_step(timed, machine.processes, steps)
-            time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": timed is not recipe}
+            seconds = seconds_per_step(tried, machine.processes, steps)
+            time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": tried is not recipe}
         except UserError as error:
             reason = str(error)
     return {"time": time, "time_unavailable": reason}

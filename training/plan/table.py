@@ -9,7 +9,7 @@ from headstart.training.run.defaults import Chosen
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """Return the lines of a plan's report."""
+    """Return the lines of a plan's report, but for the time of its steps."""
     machine, batch = report["machine"], report["micro_batch"]
     each = " each" if machine["processes"] > 1 else ""
     head = [
@@ -20,7 +20,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         *_data(report),
         "",
     ]
-    end = [*_verdict(report), *_disk(report["disk"]), *_time(report), *_estimate(report), *cheaper_lines(report["cheaper"])]
+    end = [*_verdict(report), *_disk(report["disk"]), *_estimate(report), *cheaper_lines(report["cheaper"])]
     return [*head, *_memory(report["memory"]["phases"]), "", *end]
 
 
@@ -77,7 +77,8 @@ def _disk(disk: dict[str, Any]) -> list[str]:
     return [f"disk      {', '.join(parts)}"]
 
 
-def _time(report: dict[str, Any]) -> list[str]:
+def time_lines(report: dict[str, Any]) -> list[str]:
+    """Return the lines of the time of a plan's steps."""
     if report["time"] is None:
         return [f"time      not measured: {report['time_unavailable']}"]
     seconds, hours = report["time"]["seconds_per_step"], report["time"]["hours"]

@@ -20,6 +20,9 @@ from headstart.training.recipe.served import Features, Regenerate
 from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
 from headstart.training.recipe.yaml_text import dump_yaml, override, read_extended
 
+LENGTHS = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+"""Two keys for the length of a run: one that is given in an override replaces the other."""
+
 
 class Recipe(StrictModel):
     backbone: Backbone
@@ -116,8 +119,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         tree, _ = read_extended(local_or_shipped(path))
         tree.setdefault("heads", {})
+        given = {change.partition("=")[0] for change in overrides}
         for change in overrides:
             override(tree, change)
+            if (other := LENGTHS.get(change.partition("=")[0])) and other not in given and not change.endswith("=null"):
+                override(tree, f"{other}=null")
         return parse(Recipe, {**tree, "heads": by_name(tree["heads"] or {})})
     except UserError as error:
         raise UserError(str(error) if str(path) in str(error) else f"{path}: {error}") from None

@@ -96,6 +96,13 @@ class Backbone(StrictModel):
         return self
 
 
+class Columns(StrictModel):
+    prompt: Text
+    """Column of what is asked: text, or a list of turns."""
+    completion: Text | None = None
+    """Column of the answer; `headstart regenerate` needs none."""
+
+
 class Dataset(StrictModel):
     """An entry of ``data.train``. Its null keys have the value of the same key of ``data``."""
 
@@ -111,6 +118,8 @@ class Dataset(StrictModel):
     """How its rows hold text."""
     column: str | None = None
     """Column that holds it."""
+    columns: Columns | None = None
+    """Two columns that hold it, a prompt and its completion."""
     limit: PositiveInt | None = None
     """Read at most this many of its rows."""
 
@@ -160,6 +169,9 @@ class Data(StrictModel):
     looks at the rows."""
     column: str | None = None
     """Column that holds it, if not one named like the format."""
+    columns: Columns | None = None
+    """Two columns that hold it, a prompt and its completion, if not named as usual (``prompt`` and ``completion``, ``instruction`` and
+    ``output``, ``question`` and ``answer``, ...); with ``format: text`` they are plain text, without the chat template."""
     chat_template: str | None = None
     """A Jinja chat template for a tokenizer that has none, or instead of its own; saved with the heads."""
     template_kwargs: dict[str, Any] = {}
@@ -187,6 +199,11 @@ class Data(StrictModel):
         weights = [dataset.weight for dataset in self.train]
         if None in weights and any(weights):
             raise RuleError(f"train[{weights.index(None)}].weight", "is a number above 0, as other entries of data.train have one", None)
+        for one in self.per_dataset():
+            if one.columns is not None and (one.column is not None or one.format not in ("auto", "text")):
+                raise RuleError(
+                    "columns", "stands in place of data.column, with data.format auto or text; set the others back", one.train[0].path
+                )
         return self
 
     @field_serializer("train")
@@ -201,7 +218,8 @@ class Data(StrictModel):
 
     def per_dataset(self) -> list[Data]:
         """Return, for each dataset, the settings as if it were the only one."""
-        given = [dataset.model_dump(exclude_none=True, exclude={"path", "weight"}) for dataset in self.train]
+        own = ("path", "weight")
+        given = [{key: value for key, value in dataset if value is not None and key not in own} for dataset in self.train]
         alone = [Dataset(path=dataset.path) for dataset in self.train]
         return [self.model_copy(update={"train": [one], **keys}) for one, keys in zip(alone, given, strict=True)]
 

@@ -47,7 +47,7 @@ class Objective(StrictModel):
 
 class Train(StrictModel):
     steps: PositiveInt | None = None
-    """Optimizer steps; instead of ``epochs``."""
+    """Optimizer steps; instead of ``epochs``. On the command line either replaces the other."""
     epochs: PositiveFloat | None = None
     """Passes over the data; 1 when neither this nor ``steps`` is given."""
     batch_size: Annotated[int, Ge(1), Le(MAX_STEP_SEQUENCES)] = 8

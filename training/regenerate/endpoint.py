@@ -22,7 +22,7 @@ import httpx2
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import ASSISTANT, Message, prompt_length
+from headstart.support.chat.messages import ASSISTANT, Message
 from headstart.support.chat.template import TemplateRefusal, template_hash
 from headstart.support.errors import UserError, one_line
 from headstart.support.json_text import parse_json, repaired
@@ -193,7 +193,7 @@ class Endpoint:
 
     def _text(self, item: Completion) -> Response:
         encoding = self._tokenizer(item.text, return_offsets_mapping=True, verbose=False)
-        length = prompt_length(len(encoding["input_ids"]), self.settings.prompt_tokens)
+        length = item.prompt_length(len(encoding["input_ids"]), self.settings.prompt_tokens)
         prompt = item.text[: max((end for _, end in encoding["offset_mapping"][:length]), default=0)]
         if not prompt:
             return failure("empty")

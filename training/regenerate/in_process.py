@@ -17,13 +17,13 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
+from headstart.heads.checkpoint import require_sizes
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally
 from headstart.inference.proposers.recycling import RecyclingProposer
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import prompt_length
 from headstart.support.chat.template import TemplateRefusal, template_hash
 from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash
@@ -39,6 +39,8 @@ class InProcess:
     def __init__(self, recipe: Recipe) -> None:
         """Loads the backbone and heads. Raises UserError if one cannot be loaded."""
         self.settings, self.seed, where = recipe.regenerate, recipe.seed, recipe.backbone
+        if self.settings.heads is not None:
+            require_sizes(self.settings.heads, where.path, trust_remote_code=where.trust_remote_code)
         self.tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
         self.backbone = open_backbone(where)
         self.chat_settings = chat_settings(recipe.data, end_tokens(self.backbone.model.generation_config))
@@ -106,7 +108,7 @@ class InProcess:
         """Return the prompt, int64 [T], or an error."""
         if isinstance(item, Completion):
             ids = self.tokenizer(item.text, verbose=False)["input_ids"]
-            ids = ids[: prompt_length(len(ids), self.settings.prompt_tokens)]
+            ids = ids[: item.prompt_length(len(ids), self.settings.prompt_tokens)]
         else:
             assert isinstance(item, Conversation)
             try:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.support.chat.conversation import Trace
-from headstart.support.chat.messages import ASSISTANT, Message
+from headstart.support.chat.messages import ASSISTANT, Message, prompt_length
 from headstart.support.files import value_hash
-from headstart.training.data.columns import TEXTS, find_column
+from headstart.training.data.columns import find_column
 from headstart.training.data.rows import Row
 from headstart.training.recipe.recipe import Data, Regenerate
 
@@ -143,11 +143,15 @@ class Conversation(Item):
 
 
 class Completion(Item):
-    """A plain text whose beginning is continued."""
+    """A plain text whose beginning is continued, or all of it where it is a ``prompt``."""
 
-    def __init__(self, row: int, key: str, text: str) -> None:
+    def __init__(self, row: int, key: str, text: str, prompt: bool) -> None:
         super().__init__(row, key, bool(text))
-        self.text = text
+        self.text, self.prompt = text, prompt
+
+    def prompt_length(self, total: int, prompt_tokens: int) -> int:
+        """Return how many of the text's ``total`` tokens are the prompt."""
+        return total if self.prompt else prompt_length(total, prompt_tokens)
 
     def _add(self, message: Message) -> None:
         self.text, self.pending = message["content"], False
@@ -165,17 +169,21 @@ def _with_ids(message: Message, replaced: Message) -> Message:
     return message | {"tool_calls": [call | {"id": known} if known else call for call, known in zip(new, ids, strict=False)]}
 
 
-def read_items(rows: Sequence[Row], data: Data, source: str) -> list[Item]:
-    """Make the items of a dataset. Raises UserError, naming the row, for a row that is neither a conversation nor a text."""
-    column = find_column(rows, data, source, TEXTS)
+def read_items(rows: Sequence[Row], data: Data, source: str, templated: bool = True) -> list[Item]:
+    """Make the items of a dataset; without a chat template prompts are continued. Raises UserError, naming the row, for any other row."""
+    column = find_column(rows, data, source, asked=True)
+    continued = column.kind == "text" or (column.kind == "pair" and not templated)
     items: list[Item] = []
     duplicates: Counter[str] = Counter()
     for number, row in enumerate(rows):
         where = f"{source}, row {number + 1}"
         value: Any
-        value, tools = (column.text(row, where), row.get("tools")) if column.kind == "text" else column.messages(row, where)
+        if continued:
+            value, tools = column.text(row, where) if column.kind == "text" else column.plain_pair(row, where)[0], row.get("tools")
+        else:
+            value, tools = column.messages(row, where)
         hashed = value_hash([value, tools])
         key = f"{hashed}/{duplicates[hashed]}"
         duplicates[hashed] += 1
-        items.append(Completion(number, key, value) if column.kind == "text" else Conversation(number, key, value, tools))
+        items.append(Completion(number, key, value, column.kind == "pair") if continued else Conversation(number, key, value, tools))
     return items

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import FILE_SECONDS
-from headstart.training.data.columns import TEXTS, sound_rows
+from headstart.training.data.columns import sound_rows
 from headstart.training.data.rows import read_rows
-from headstart.training.data.tokenise import begun_at, now
+from headstart.training.data.tokenise import begun_at, chat_settings, now
 from headstart.training.features.caching import open_kept, write_cache
 from headstart.training.features.kept import KeptFeatures
 from headstart.training.recipe.recipe import Data, Recipe, to_dict
@@ -85,7 +86,7 @@ class Progress:
         return f", {'' if known else 'up to '}{tqdm.format_interval(max(left, 0) / rate)} left"
 
 
-DATA = ("train", "split", "subset", "format", "column", "template_kwargs", "template_time")
+DATA = ("train", "split", "subset", "format", "column", "columns", "template_kwargs", "template_time")
 """Keys of ``data`` that determine the rows; stored so that an error can name the one that changed."""
 SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "unfinished")
 """Keys of ``regenerate`` that responses depend on; batch size, heads and concurrency affect only the speed."""
@@ -117,10 +118,10 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     data = _one_dataset(recipe)
     limits = [limit for limit in (data.limit, settings.limit) if limit is not None]
     rows = read_rows(data.name, split=data.split, subset=data.subset, limit=min(limits, default=None))
-    rows, bad = sound_rows(rows, data, data.name, TEXTS)
+    rows, bad = sound_rows(rows, data, data.name, asked=True)
     if bad.count:
         print(f"data      {bad.count:,} bad rows left out ({bad.first})", file=sys.stderr)
-    items = read_items(rows * settings.samples, data, data.name)
+    items = read_items(rows * settings.samples, data, data.name, _templated(recipe))
     keeper = open_kept(recipe) if _caches(recipe) else None
     responder = _responder(recipe, keeper)
     with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:
@@ -147,6 +148,13 @@ def _caches(recipe: Recipe) -> bool:
     return recipe.features.endpoint is not None and recipe.cache.dir is not None
 
 
+def _templated(recipe: Recipe) -> bool:
+    """Whether a row's prompt is asked as a question; servers have templates of their own."""
+    where, served = recipe.backbone, recipe.regenerate.endpoint or recipe.features.endpoint
+    tokenizer = None if served else load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
+    return recipe.data.format != "text" and (tokenizer is None or bool(chat_settings(recipe.data).template_of(tokenizer)))
+
+
 def _responder(recipe: Recipe, keeper: KeptFeatures | None) -> Responder:
     if keeper is None:
         return InProcess(recipe) if recipe.regenerate.endpoint is None else Endpoint(recipe)
@@ -157,7 +165,7 @@ def _responder(recipe: Recipe, keeper: KeptFeatures | None) -> Responder:
 
 def _of_answers(recipe: Recipe, out: str) -> Recipe:
     """Return the recipe that trains on the answers."""
-    data = recipe.data.model_copy(update={"train": [Dataset(path=out)], "format": "auto", "column": None})
+    data = recipe.data.model_copy(update={"train": [Dataset(path=out)], "format": "auto", "column": None, "columns": None})
     return recipe.model_copy(update={"data": data})
 
 
@@ -221,8 +229,8 @@ def _said_of_tokens(report: dict[str, Any]) -> list[str]:
 
 
 def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
-    again = {"data.format": recipe.data.format != "auto", "data.column": recipe.data.column is not None}
-    reset = "".join(f" {key}={'auto' if key == 'data.format' else 'null'}" for key, needed in again.items() if needed)
+    usual = {"format": "auto", "column": None, "columns": None}
+    reset = "".join(f" data.{key}={one or 'null'}" for key, one in usual.items() if getattr(recipe.data, key) != one)
     tau = f", mean acceptance length (tau) {report['tau']:.2f}" if "tau" in report else ""
     errors = {error: f"{text}{f' ({detail})' if error == 'refused' else ''}" for error, text in ERRORS.items() if report[error]}
     print(

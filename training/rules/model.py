@@ -13,7 +13,7 @@ from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.model_config import empty_model
 from headstart.heads.backbone.probes import decoder_layers, layer_kinds, refusal_of
 from headstart.heads.backbone.shipped import EMBEDDED
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, waiting
 from headstart.training.features.backbone import read_config
 from headstart.training.plan.compute import active_parameters
 from headstart.training.recipe import sections
@@ -60,6 +60,7 @@ class ModelFacts:
         return total if self.active > 0.6 * self.parameters or self.parameters < 4e9 else f"{total}, {_short(self.active)} active"
 
 
+@waiting("reading the model's configuration and tokenizer")
 def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """Look at a model, a folder or hub id. Raises UserError if it is no backbone."""
     config = read_config(sections.Backbone(path=path, trust_remote_code=trust_remote_code))

@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.heads.methods import find_drafter
 from headstart.support.config import parse
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, waiting
 from headstart.support.text import gigabytes
 from headstart.training.plan.compute import estimated_hours, step_operations
 from headstart.training.plan.fake_model import make_fake_models
@@ -130,6 +130,7 @@ class Proposal:
         shared = merged(EVERY_METHOD, self.method.shared)
         return ordered(merged(merged(shared, {"data": self.preset.data}), self.own))
 
+    @waiting("fitting rows into memory")
     def fitted(self, config: str | None = None, tflops: float | None = None) -> Proposal:
         """Return the proposal with the changes that make it fit the machine, and with its figures.
 

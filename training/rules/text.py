@@ -43,7 +43,7 @@ def header(proposal: Proposal, path: str, expect: str) -> list[str]:
     lines = [f"# {line}" for line in textwrap.wrap(title, WIDTH)] + ["#"]
     for name, text in fields:
         lines += [f"# {name if i == 0 else '':<9} {line}" for i, line in enumerate(textwrap.wrap(text, WIDTH - 10))]
-    return [*lines, f"# Command   {train_command(proposal)} {path}", "#", *_commands(proposal, path)]
+    return [*lines, f"# Command   {train_command(proposal)} {path}", "#", *(f"#     {line}" for line in next_commands(proposal, path))]
 
 
 def train_command(proposal: Proposal) -> str:
@@ -93,7 +93,7 @@ def _data(proposal: Proposal) -> str:
     return f"{about}, downloaded on the first run. {writer}: heads accept more on the backbone's own, which the first command below writes."
 
 
-def _commands(proposal: Proposal, path: str) -> list[str]:
+def next_commands(proposal: Proposal, path: str) -> list[str]:
     """Return the commands from regeneration to serving."""
     out, name = proposal.tree["save"]["dir"], f"data/{proposal.facts.name}.jsonl"
     reset = {"format": "auto", "column": "null", "limit": "null", "eval": "null", "eval_rows": "64"}
@@ -102,14 +102,14 @@ def _commands(proposal: Proposal, path: str) -> list[str]:
     only = proposal.preset.data["train"]
     one = f" data.train={only[0]['path']}" if isinstance(only, list) else ""
     server, asked = "regenerate.endpoint=http://localhost:8000/v1", "features" in proposal.own
-    served = [f"#     headstart serve-features {path}   # prints the line of the server of hidden states; --run starts it"] if asked else []
+    served = [f"headstart serve-features {path}   # prints the line of the server of hidden states; --run starts it"] if asked else []
     return [
-        f"#     headstart regenerate {path} regenerate.out={name}{one}" + (f" {server}" if asked else f"   # {server} asks a server"),
-        f"#     headstart plan {path} data.train={name} {changes}".rstrip() + _machine_arguments(proposal),
+        f"headstart regenerate {path} regenerate.out={name}{one}" + (f" {server}" if asked else f"   # {server} asks a server"),
+        f"headstart plan {path} data.train={name} {changes}".rstrip() + _machine_arguments(proposal),
         *served,
-        f"#     {train_command(proposal)} {path} data.train={name} {changes}".rstrip(),
-        *([] if asked else [f"#     headstart bench --heads {out} --prompts prompts.jsonl"]),
-        f"#     headstart export --heads {out} --to vllm --out {out}-vllm   # prints the line that serves them",
+        f"{train_command(proposal)} {path} data.train={name} {changes}".rstrip(),
+        *([] if asked else [f"headstart bench --heads {out} --prompts prompts.jsonl"]),
+        f"headstart export --heads {out} --to vllm --out {out}-vllm   # prints the line that serves them",
     ]
 
 

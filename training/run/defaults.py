@@ -80,11 +80,13 @@ def learning_rate(optimizer: str, width: int, step_tokens: float, steps: int, ad
 
 
 def advice(train: Train, steps: int, processes: int) -> str | None:
-    """Return what to set for more and smaller steps over the same text, where a run has few; None if it has enough or can have no more."""
+    """Return what to set for more and smaller steps over the same text, where a run has few; None if it has enough or can have no more.
+
+    A recipe that gives ``train.steps`` has chosen their number.
+    """
     unit = math.lcm(processes, train.micro_batch or 1)
     size = max(train.batch_size * steps // ENOUGH_STEPS // unit, 1) * unit
-    if steps >= FEW_STEPS or size >= train.batch_size:
+    if train.steps is not None or steps >= FEW_STEPS or size >= train.batch_size:
         return None
     more = steps * train.batch_size // size
-    length = "" if train.steps is None else f" train.steps={more}"
-    return f"{steps:,} steps are few: train.batch_size={size}{length} makes {more:,} of the same text, and heads learn more from it"
+    return f"{steps:,} steps are few: train.batch_size={size} makes {more:,} of the same text, and heads learn more from it"

@@ -9,7 +9,9 @@ from accelerate import Accelerator
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.heads.warm_start import WarmStart, read_warm_start
+from headstart.heads.checkpoint import read_metadata, require_sizes
+from headstart.heads.warm_start import WarmStart, read_warm_start, require_kind
+from headstart.support.errors import UserError
 from headstart.support.terminal import progress
 from headstart.training.data.data import LabelCounts, most_frequent
 from headstart.training.data.packing import FORWARD_TOKENS, batches_by_length, collate
@@ -23,6 +25,18 @@ from headstart.training.run.sharding import is_sharded
 
 CPU_POSITIONS = 1024
 """Positions of a forward pass on a CPU, where more bring no speed and would show progress seldom."""
+
+
+def require_starts(recipe: Recipe) -> None:
+    """Raise UserError if a drafter's ``init`` is missing, of another kind, or of a backbone of other sizes; no weights are read."""
+    for one in recipe.per_drafter().values():
+        options = split_drafter(one.drafter)[0]
+        if options.init is not None:
+            try:
+                require_kind(options.init, read_metadata(options.init)[1], options.kind)
+                require_sizes(options.init, recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
+            except UserError as error:
+                raise UserError(f"drafter.init: {error}") from None
 
 
 def read_starts(recipe: Recipe, drafters: Mapping[str, Drafter]) -> dict[str, WarmStart]:

@@ -95,12 +95,46 @@ class Turn:
     """The tokens of the answer with a loss: all, or those in the template's ``{% generation %}`` blocks."""
 
 
-class Chat:
+class Continuation:
+    """Tokens of texts that continue others, and the other way round."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def tokens(self, texts: list[str]) -> list[list[int]]:
+        """Tokenise rendered texts; none are added, as a template has written the special ones."""
+        return tokenise(self.tokenizer, texts)
+
+    def continued(self, texts: list[str]) -> list[list[int]]:
+        """Tokenise texts that continue others."""
+        return [ids[len(self._anchor) :] for ids in self.tokens([self._before + text for text in texts])]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens that continue others, special tokens included."""
+        before, whole = (
+            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for ids in (self._anchor, [*self._anchor, *tokens])
+        )
+        return str(whole[len(before) :])
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        """Tokens of `ANCHOR` where a text alone is tokenised otherwise than one that follows it; else empty."""
+        anchor, alone, after = self.tokens([ANCHOR, "a b", f"{ANCHOR}a b"])
+        return anchor if after != anchor + alone and after[: len(anchor)] == anchor else []
+
+    @property
+    def _before(self) -> str:
+        return ANCHOR if self._anchor else ""
+
+
+class Chat(Continuation):
     """The chat template of a tokenizer with its settings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ChatSettings | None = None) -> None:
         """Raises UserError if there is no template."""
-        self.tokenizer, self.settings = tokenizer, settings or ChatSettings()
+        super().__init__(tokenizer)
+        self.settings = settings or ChatSettings()
         self.template = Template(tokenizer, self.settings)
 
     def with_variables(self, **variables: Any) -> Chat:
@@ -135,22 +169,6 @@ class Chat:
 
         return read_answer(self.template, messages, body, tools, self.text(answer)[len(body) :])
 
-    def tokens(self, texts: list[str]) -> list[list[int]]:
-        """Tokenise rendered texts; the template has written the special tokens."""
-        return tokenise(self.tokenizer, texts)
-
-    def continued(self, texts: list[str]) -> list[list[int]]:
-        """Tokenise texts that continue others."""
-        return [ids[len(self._anchor) :] for ids in self.tokens([self._before + text for text in texts])]
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens that continue others, special tokens included."""
-        before, whole = (
-            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for ids in (self._anchor, [*self._anchor, *tokens])
-        )
-        return str(whole[len(before) :])
-
     @cached_property
     def ending(self) -> Ending:
         return find_ending(self.template, self.tokenizer, self.settings.ends, lambda text: self.continued([text])[0])
@@ -158,16 +176,6 @@ class Chat:
     @cached_property
     def pieces(self) -> Pieces:
         return Pieces(self.tokenizer)
-
-    @cached_property
-    def _anchor(self) -> list[int]:
-        """Tokens of `ANCHOR` where a text alone is tokenised otherwise than one that follows it; else empty."""
-        anchor, alone, after = self.tokens([ANCHOR, "a b", f"{ANCHOR}a b"])
-        return anchor if after != anchor + alone and after[: len(anchor)] == anchor else []
-
-    @property
-    def _before(self) -> str:
-        return ANCHOR if self._anchor else ""
 
     def _turns(self, answers: list[Written]) -> list[Turn]:
         prompts, texts = self.pieces.tokens([one.prompt for one in answers], self.tokens), self.continued([one.text for one in answers])

@@ -102,7 +102,38 @@ def read_conversation(row: Mapping[str, Any], column: str, where: str, form: str
     Text in its column ``system``, as LLaMA-Factory and Anthropic's API have it, is the system message of a conversation without one.
     Raises UserError, which begins with ``where``.
     """
-    messages, tools, system = read_messages(row[column], where, form), read_tools(row.get("tools"), where), row.get("system")
+    return _with_system(row, read_messages(row[column], where, form), where)
+
+
+PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
+ANSWERS = ("completion", "response", "output", "solution", "answer")
+"""Columns of a prompt, and of what answers it, as data sets name them; in order of precedence."""
+DETAILS = ("input", "context")
+"""Columns that go on from an ``instruction``, of Alpaca and of Dolly."""
+
+
+def read_pair(row: Mapping[str, Any], prompt: str, answer: str, where: str) -> tuple[list[Message], Any]:
+    """Return the messages and tools of a row of two columns, each text of one turn or a list of turns; ``answer`` empty: of the prompt.
+
+    Raises UserError, which begins with ``where``.
+    """
+    asked = _turns(prompt_of(row, prompt), "user", f"{where}, {prompt}")
+    return _with_system(row, asked + (_turns(row[answer], ASSISTANT, f"{where}, {answer}") if answer else []), where)
+
+
+def prompt_of(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a row's prompt; below an instruction what it is about."""
+    about = [row[name] for name in DETAILS if column == "instruction" and isinstance(row.get(name), str) and row[name].strip()]
+    return "\n".join([row[column], *about]) if isinstance(row[column], str) else row[column]
+
+
+def _turns(value: Any, role: str, where: str) -> list[Message]:
+    text = isinstance(value, str) and not looks_like_turns(value)
+    return [{"role": role, "content": value}] if text else read_messages(value, where)
+
+
+def _with_system(row: Mapping[str, Any], messages: list[Message], where: str) -> tuple[list[Message], Any]:
+    tools, system = read_tools(row.get("tools"), where), row.get("system")
     if system is None or (isinstance(system, str) and not system.strip()) or (messages and messages[0]["role"] == "system"):
         return messages, tools
     return [_checked({"role": "system", "content": system}, f"{where}, column system"), *messages], tools

@@ -1,7 +1,8 @@
 """Prompts as token ids, from a file, a question or a conversation.
 
 The format of a row is recognised by its keys: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
-`prompt`), GSM8K (`question`, `answer`), conversations (`messages`, `conversations`), or `prompt`, `question`, `text`.
+`prompt`), GSM8K (`question`, `answer`), conversations (`messages`, `conversations`), Alpaca (`instruction`,
+`input`), or another of `PROMPTS`, or `text`.
 Shape suffix: T positions.
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import ASSISTANT, Message, prompt_length, read_conversation
+from headstart.support.chat.messages import ASSISTANT, PROMPTS, Message, prompt_length, read_conversation, read_pair
 from headstart.support.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_file
@@ -27,7 +28,7 @@ from headstart.support.hub import local_or_shipped
 from headstart.support.json_text import COMPRESSED, LINES, Row, read_jsonl, read_lines
 
 ENDINGS = (*(lines + packed for lines in LINES for packed in ("", *COMPRESSED)), ".txt")
-COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")
+COLUMNS = ("messages", "conversations", "turns", *PROMPTS, "text")
 """Keys that may hold a row's prompt, in order of precedence."""
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
 SPEC_BENCH = frozenset("translation summarization qa math_reasoning rag".split())
@@ -111,7 +112,8 @@ class Prompter:
             raise UserError(f"{column}: text expected; got {type(odd).__name__}")
         if column == "text":
             return Prompt(self.excerpt(value))
-        return Prompt(self.ask(questions[0]), messages=(_question(questions[0]),), later=tuple(questions[1:]))
+        asked = tuple(read_pair(row | {column: questions[0]}, column, "", column)[0])
+        return Prompt(self._render(asked), messages=asked, later=tuple(questions[1:]))
 
     @property
     def templated(self) -> bool:
@@ -130,10 +132,7 @@ def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None,
     A prompt's task is its `category` or `task`, else the data set recognised by its keys, else the name of the file.
     Raises UserError naming the file, and the line if one is at fault.
     """
-    file = local_or_shipped(as_path("--prompts", path))
-    if not file.name.endswith(ENDINGS):
-        raise UserError(f"{file} is no file of prompts: its name should end in {', '.join(ENDINGS)}")
-    require_file("--prompts", file)
+    file = require_prompts(path)
     found: list[Prompt] = []
     for number, row, task in _chosen(_with_tasks(file, limit), per_task):
         try:
@@ -143,9 +142,18 @@ def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None,
         if not len(prompt.ids_T):
             raise UserError(f"{file}, line {number}: the prompt is empty")
         found.append(prompt)
-    if not found:
-        raise UserError(f"{file} holds no prompts; give one row a line with one of {', '.join(COLUMNS)}")
     return found
+
+
+def require_prompts(path: str | Path) -> Path:
+    """Return a file of prompts. Raises UserError if it is missing or empty, or if its first line is none; needs no tokenizer."""
+    file = local_or_shipped(as_path("--prompts", path))
+    if not file.name.endswith(ENDINGS):
+        raise UserError(f"{file} is no file of prompts: its name should end in {', '.join(ENDINGS)}")
+    require_file("--prompts", file)
+    if not _with_tasks(file, 1):
+        raise UserError(f"{file} holds no prompts; give one row a line with one of {', '.join(COLUMNS)}")
+    return file
 
 
 def _with_tasks(file: Path, limit: int | None) -> list[tuple[int, Row, str]]:

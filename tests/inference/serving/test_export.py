@@ -69,6 +69,13 @@ def test_launch_lines(home: Path, tmp_path: Path) -> None:
     assert '"parallel_drafting": true' in pard and '"method": "draft_model"' in pard
 
 
+def test_paths_of_a_launch_line_are_absolute(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    request = Request("eagle3", "vllm", tmp_path / "out", "backbone")
+    line = export(request)["launch"]["vllm"]["line"]
+    assert f"vllm serve {home / 'backbone'} " in line and str(tmp_path / "out") in line
+
+
 def test_dtype_is_written_and_stated(home: Path, tmp_path: Path) -> None:
     _, config, tensors = exported(home, "eagle3-small", "vllm", tmp_path / "out", dtype="bf16")
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"

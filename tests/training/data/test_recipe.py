@@ -164,10 +164,14 @@ def test_what_is_wrong_is_named(write, override, message):
 
 def test_steps_or_epochs(write):
     path = write(LEAST + "train: {epochs: 2}\n")
-    with pytest.raises(match=r"train.steps and train.epochs=2.0 are two lengths.*null; got 9"):
-        load_recipe(path, ["train.steps=9"])
-    train = load_recipe(path, ["train.steps=9", "train.epochs=null"]).train
-    assert (train.steps, train.epochs) == (9, None)
+    with pytest.raises(match=r"train.steps and train.epochs=3.0 are two lengths.*null; got 9"):
+        load_recipe(path, ["train.steps=9", "train.epochs=3"])
+    for overrides in (["train.steps=9"], ["train.steps=9", "train.epochs=null"], ["train.epochs=3", "train.epochs=null", "train.steps=9"]):
+        train = load_recipe(path, overrides).train
+        assert (train.steps, train.epochs) == (9, None), "the length that is given replaces the recipe's"
+    assert load_recipe(path, ["train.steps=null"]).train.epochs == 2
+    train = load_recipe(write(LEAST + "train: {steps: 2}\n"), ["train.epochs=0.5"]).train
+    assert (train.steps, train.epochs) == (None, 0.5)
     assert (Train(steps=9).epochs, Train().epochs) == (None, 1.0)
 
 

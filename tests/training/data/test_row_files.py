@@ -67,8 +67,9 @@ def test_conversations_in_tables_are_json_text_and_empty_cells_are_null(tmp_path
     ("name", "content", "message"),
     [
         ("rows.jsonl.zst", zst(LINES)[:-9], "rows.jsonl.zst cannot be read: Truncated compressed stream; check the file"),
-        ("rows.jsonl.zst", b"plain", "rows.jsonl.zst cannot be read: ZSTD decompress failed"),
-        ("rows.csv.zst", b"plain", "rows.csv.zst cannot be read: ZSTD decompress failed"),
+        ("rows.jsonl.zst", zst(LINES)[:4] + b"\xff" * 40, "rows.jsonl.zst cannot be read: ZSTD decompress failed"),
+        ("rows.csv", gzip.compress(b"a\n1\n")[:-9], "rows.csv cannot be read: Compressed file ended"),
+        ("rows.csv.zst", b"plain", "rows.csv.zst holds no rows"),
         ("rows.json", b'{\n"text": "a"}', "; a .json file of data is one list of rows, each a mapping from column to value, or"),
         ("rows.json", b'{"text": "a"}\n{"text": ', "rows.json, line 2: not valid JSON"),
         ("rows.csv", b"a,b\n1\n", "rows.csv, row 1 has 1 cells for 2 columns; put text with delimiters in quotes"),
@@ -83,6 +84,12 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, name: str, content:
     with pytest.raises(UserError) as caught:
         read_rows(written(tmp_path / name, content))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst"])
+def test_what_a_file_begins_with_says_how_it_is_compressed(tmp_path: Path, name: str) -> None:
+    for pack in PACKED.values():
+        assert read_rows(written(tmp_path / name, pack(LINES))) == ROWS
 
 
 def test_a_pattern_reads_all_files_in_the_order_of_their_names(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""What files show is said before weights are read: data, prompts, heads of another model, tokenizers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import make_tokenizer
+from families import build
+from gguf_models import chat_model, write_gguf
+from small_run import make_recipe
+from transformers import AutoModelForCausalLM
+
+from headstart.cli.main import main
+from headstart.heads.backbone import backbone as loading
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.methods import build_drafter
+
+OTHER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 192}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backbone with its recipe, and the same model as a GGUF file; heads of a model of another width; prompts."""
+    root = tmp_path_factory.mktemp("house")
+    make_recipe(root)
+    tokenizer = make_tokenizer()
+    build("Llama", OTHER | {"vocab_size": len(tokenizer)}).save_pretrained(root / "other")
+    tokenizer.save_pretrained(root / "other")
+    build_drafter("medusa", load_backbone(str(root / "other"), device="cpu"), {"depth": 2}).save_pretrained(root / "heads")
+    write_gguf(root / "chat.gguf", *chat_model(), kind="Q8_0")
+    (root / "prompts.jsonl").write_text('{"prompt": "What is two?"}\n')
+    (root / "empty.jsonl").write_text("\n")
+    (root / "broken.jsonl").write_text('{"text": \n')
+    (root / "odd.jsonl").write_text('{"ask": "What?", "say": "Two."}\n')
+    (root / "chats.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]})
+    )
+    return root
+
+
+@pytest.fixture
+def refused(house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must fail without reading weights; return its error."""
+
+    def read(*args: Any, **options: Any) -> Any:
+        raise AssertionError("weights are read")
+
+    monkeypatch.chdir(house)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+
+    def run(*command: str) -> str:
+        assert main(list(command)) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["train", "cache", "inspect", "plan", "regenerate"])
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("missing.jsonl", "data file missing.jsonl: there is no such file"),
+        ("empty.jsonl", "empty.jsonl holds no rows"),
+        ("broken.jsonl", "broken.jsonl, line 1: not valid JSON"),
+        ("odd.jsonl", "odd.jsonl has the columns ask, say, not "),
+    ],
+)
+def test_data(refused: Callable[..., str], command: str, file: str, message: str) -> None:
+    given = ["cache.dir=features", "regenerate.out=answers.jsonl"]
+    assert message in refused(command, "recipe.yaml", f"data.train={file}", *given)
+    if command in ("train", "cache", "inspect", "plan"):
+        assert message in refused(command, "recipe.yaml", f"data.eval={file}", *given)
+
+
+@pytest.mark.parametrize("command", ["train", "cache", "inspect"])
+def test_a_chat_template_and_a_tokenizer(refused: Callable[..., str], command: str, house: Path, tmp_path: Path) -> None:
+    assert "has no chat template" in refused(command, "recipe.yaml", "data.train=chats.jsonl", "cache.dir=features")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(house / "backbone" / name)
+    assert refused(command, "recipe.yaml", f"backbone.path={tmp_path}", "cache.dir=features") == (
+        f"error: no tokenizer in '{tmp_path}': a tokenizer.json is missing there; save the model's with tokenizer.save_pretrained"
+    )
+
+
+@pytest.mark.parametrize("backbone", ["backbone", "chat.gguf"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--heads", "heads", "Hi"], ["chat", "--heads", "heads"], ["tune", "--heads", "heads"],
+        ["bench", "--heads", "heads", "--prompts", "prompts.jsonl"], ["verify", "heads"],
+    ],
+)  # fmt: skip
+def test_heads_of_another_model(refused: Callable[..., str], command: list[str], backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def configured(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a tokenizer is read")
+
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", configured)
+    line = refused(*command, "--backbone", backbone)
+    assert "heads was trained on " in line and f"this backbone is {backbone} (" in line and "hidden_size 32" in line
+
+
+@pytest.mark.parametrize("backbone", ["backbone", "chat.gguf"])
+def test_heads_to_start_from_and_to_regenerate_with(refused: Callable[..., str], backbone: str) -> None:
+    given = ["recipe.yaml", f"backbone.path={backbone}"]
+    assert "drafter.init: heads was trained on " in refused("train", *given, "drafter.init=heads")
+    assert "drafter.init: heads holds medusa heads, this recipe trains eagle3" in refused(
+        "train", *given, "drafter={kind: eagle3, init: heads}"
+    )
+    assert "heads was trained on " in refused("regenerate", *given, "regenerate.heads=heads", "regenerate.out=answers.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["bench", "--propose", "suffix", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
+        (["bench", "--propose", "suffix", "--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
+        (["bench", "--propose", "suffix", "--prompts", "prompts.jsonl", "--assistant", "./nowhere"], "no backbone at './nowhere'"),
+        (["tune", "--prompts", "broken.jsonl"], "broken.jsonl, line 1: not valid JSON"),
+        (["verify", "other", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
+        (["generate", "--draft-model", "./nowhere", "Hi"], "no backbone at './nowhere'"),
+        (["generate", "--adapter", "other", "Hi"], "other lacks adapter_config.json"),
+        (["chat", "--json-schema", "broken.jsonl"], "broken.jsonl: not valid JSON"),
+    ],
+)
+def test_other_files(refused: Callable[..., str], given: list[str], message: str) -> None:
+    assert message in refused(*given, "--backbone", "backbone")
+
+
+def test_data_of_a_new_recipe(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "data file missing.jsonl: there is no such file" in refused("new-recipe", "./nowhere", "--data", "missing.jsonl")
