@@ -1,12 +1,10 @@
-"""Compiles parts of programs in several processes at a time, which end with this one. Run as a module, this file is one of them."""
+"""Compiles parts of programs in several processes at a time, which end with this one, however it ends."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +18,15 @@ from headstart.inference.compiled import kernels, store
 from headstart.inference.compiled.program import Region
 from headstart.support.errors import UserError
 
-PR_SET_PDEATHSIG = 1
+START = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    from headstart.inference.compiled.workers import main
+    main()
+"""
+"""The program of a process that compiles."""
 MOST = 4
 """Processes at a time: each takes a gigabyte of memory."""
 USUAL = 20.0
@@ -57,7 +63,7 @@ def _hand_out(jobs: queue.SimpleQueue[Any], done: list[float]) -> None:
     root = Path(headstart.__file__).parent.parent
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
-    command = [sys.executable, "-P", "-m", __name__]
+    command = [sys.executable, "-P", "-c", START, str(os.getpid())]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=kernels.folder(), **pipes) as worker:
         assert worker.stdin is not None and worker.stdout is not None
@@ -77,7 +83,6 @@ def _hand_out(jobs: queue.SimpleQueue[Any], done: list[float]) -> None:
 
 def main() -> None:
     """Compile the parts that are named on standard input, one a line, and answer each with a line."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
     for line in sys.stdin:
@@ -88,7 +93,3 @@ def main() -> None:
         except OSError as error:
             answer = str(error)
         print(answer, file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
