@@ -62,6 +62,8 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
         "--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help="sequences decoded together; one or several (1)"
     )
     parser.add_argument("--seed", type=SEED, default=0, metavar="S", help="seed of the first prompt (0)")
+    about = "rounds over the prompts, in which all systems take turns: speeds are medians of their ratios in a round (3)"
+    parser.add_argument("--rounds", type=count(1), default=3, metavar="N", help=about)
     parser.add_argument("--sampled-nodes", type=NODES, metavar="N", help="--nodes above temperature 0 (default: the same)")
     parser.add_argument("--sampled-width", type=WIDTH, metavar="W", help="--width above temperature 0 (default: the same)")
     about = "measure the heads also in trees of a fixed size (set by --nodes, --width and so on), without proposers"
@@ -155,6 +157,7 @@ def bench_plan(args: argparse.Namespace) -> Plan:
         also_alone=args.also_alone,
         batches=tuple(dict.fromkeys(args.batch_size or [1])),
         skip_long=args.skip_long,
+        rounds=args.rounds,
     )
 
 
