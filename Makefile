@@ -47,8 +47,7 @@ demo: $(INSTALLED)
 	rm -rf out/demo
 	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml train.steps=160 save.dir=out/demo/eagle3
 	$(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml train.steps=60 save.dir=out/demo/medusa
-	$(BIN)/headstart bench --heads embedded embedded-mlp out/demo/eagle3 out/demo/medusa --prompts recipes/quickstart/prompts.jsonl --limit 32 \
-	  --propose suffix recycling --include-heads-only \
+	$(BIN)/headstart bench --heads embedded embedded-mlp out/demo/eagle3 out/demo/medusa --prompts recipes/quickstart/prompts.jsonl --limit 8 \
 	  --temperature 0 1 --max-new-tokens 44 --threads 2 --capture trace \
 	  --json out/demo/report.json --html out/demo/report.html
 
