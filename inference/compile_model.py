@@ -6,6 +6,7 @@ compiled. Processes that begin later use them, and this one from its next call o
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +19,14 @@ from headstart.inference.compiled import kernels, store, workers
 from headstart.inference.compiled.compiled_pass import BEGUN
 from headstart.inference.compiled.program import Program
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.compiled_read import not_compilable
+from headstart.inference.engine.compiled_read import OFF, not_compilable
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.handover import turn
 from headstart.inference.runtime import Engine
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, notice
 
 PROMPT, STEPS = 8, 3
 """Tokens of a prompt, and decoding steps after it."""
@@ -56,6 +57,15 @@ def compile_model(heads: SpeculativeModel, say: Callable[[str], object], batch: 
         if (reason := store.why_not(program)) is not None:
             say(f"not compiled, and slower for it: {reason}")
     return {"parts": parts, "seconds": time.monotonic() - start, "folder": str(kernels.folder())}
+
+
+def compile_lacking(heads: SpeculativeModel, batch: int = 1) -> None:
+    """The same where compiled code is used by default, with lines on standard error, also about what cannot be compiled."""
+    if heads.capture == "auto" and os.environ.get(OFF) != "0" and not_compilable(heads.backbone) is None:
+        try:
+            compile_model(heads, notice, batch)
+        except UserError as error:
+            notice(str(error))
 
 
 def _decode(engine: Engine, batch: int) -> None:

@@ -103,7 +103,8 @@ class Decoder:
         # Without the root.
         kept, drafted = ({n: len(nodes) - 1 for n, nodes in zip(numbers, of, strict=True)} for of in (paths, tree.tokens))
         trees = self._trees(accepted.sequences, tree, paths) if self.request.dictionary else {}
-        return Pass(written, tree.size, drafting, verifying, host, kept, drafted, trees)
+        rested = bool(self.speculation.sources) and draft.rested
+        return Pass(written, tree.size, drafting, verifying, host, kept, drafted, trees, rested)
 
     @staticmethod
     def _trees(numbers: list[int], tree: CandidateTree, paths: list[list[int]]) -> dict[int, VerifiedTree]:

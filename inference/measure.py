@@ -22,6 +22,8 @@ from headstart.inference.engine.tree import Pass, TreeSize
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
 from headstart.support.errors import UserError
 
+MOSTLY = 0.5
+"""The share of passes above which it is said that drafts rested."""
 PARTS = ("draft", "verify", "host")
 
 
@@ -58,6 +60,8 @@ class Tally:
     """Forward passes of the backbone after prefill; a pass over a batch counts once."""
     reads: int = 0
     """All forward passes of the backbone."""
+    rested: int = 0
+    """Passes in which drafts rested, since they would have cost more than they save."""
     row_passes: int = 0
     """Passes, each counted once for every row it wrote to."""
     emitted: int = 0
@@ -89,6 +93,7 @@ class Tally:
         self._count(lengths, drafted, kept, output.seconds, len(output.acceptance_per_depth))
         self.tokens, self.passes = self.tokens + len(output.accept_lengths), self.passes + output.passes
         self.reads, self.nodes = self.reads + output.passes + 1, self.nodes + Counter(output.nodes)
+        self.rested += output.rested or 0
 
     def add_pass(self, one: Pass) -> None:
         """Add the counts of one forward pass."""
@@ -131,6 +136,11 @@ class Tally:
         return self.emitted / self.row_passes if self.row_passes else 1.0
 
     @property
+    def rested_share(self) -> float:
+        """The share of passes in which drafts rested."""
+        return self.rested / max(self.passes, 1)
+
+    @property
     def acceptance_per_depth(self) -> list[float]:
         """Acceptance rate at each depth, as a fraction of row passes."""
         return [count / max(self.row_passes, 1) for count in self.accepted]
@@ -159,6 +169,12 @@ class Tally:
     def milliseconds(self) -> dict[str, float]:
         """Milliseconds per pass: ``draft_ms``, ``verify_ms``, ``host_ms``."""
         return {f"{part}_ms": 1000 * self.seconds[part] / max(self.passes, 1) for part in PARTS}
+
+
+def said(tau: float, rested: float) -> str:
+    """tau in words, and why it is near 1 if drafts rested in most passes. ``rested``: in which share."""
+    mostly = f" (drafts rested in {rested:.0%} of the passes: they cost more than they save here)"
+    return f"{tau:.2f}{mostly if rested > MOSTLY else ''}"
 
 
 @contextmanager

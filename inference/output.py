@@ -26,6 +26,9 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     """Forward passes of the backbone after prefill."""
     tau: float | None = None
     """Mean acceptance length: tokens per row and pass, the backbone's own token included; 1 for autoregressive decoding."""
+    rested: int | None = None
+    """Passes in which drafts rested: they would have cost more than they save, or such a pass was to be timed. Where drafts rest in most
+    passes, tau is near 1 whatever they are worth."""
     acceptance_per_depth: list[float] | None = None
     """Acceptance rate at each depth, as a fraction of passes; tau is 1 + their sum."""
     seconds: dict[str, float] | None = None
@@ -69,6 +72,7 @@ def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Reque
         past_key_values=decoder.prompts.continued.cache,
         passes=len(passes),
         tau=sum(lengths) / len(lengths) if lengths else 1.0,
+        rested=sum(one.rested for one in passes),
         acceptance_per_depth=[sum(length > k + 1 for length in lengths) / max(len(lengths), 1) for k in range(depth)],
         seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
         accept_lengths=[[written for written, _ in its] for its in own],

@@ -104,6 +104,8 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
     if run.backbone.trainable:
         scores |= backbone_losses(run.backbone, run.held_out, run.recipe.objective.chunk_size)
     trainer.tau, trainer.acceptance = scores["tau"], scores.pop("acceptance")
+    named = [one for one in (run.recipe.data.eval, run.recipe.data.train) if isinstance(one, str)]
+    scores["measured_on"] = f"{len(prompts)} held-out prompts of {[*named, 'data.train'][0]}, temperature {settings.temperature:g}"
     run.log.line(run.done, scores, trainer.name)
     if "prompts" in scores:
         run.log.say(f"ended by eval.max_seconds={settings.max_seconds:g} after {scores['prompts'][0]} of {len(prompts)} prompts")

@@ -174,6 +174,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_no_compile(parser: argparse.ArgumentParser) -> None:
+    """Whether a command that decodes for long compiles first."""
+    about = "on a CPU, use what `headstart compile` compiled earlier, if anything; do not compile before beginning"
+    parser.add_argument("--no-compile", action="store_true", help=about)
+
+
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """How the backbone is loaded."""
     parser.add_argument("--head-module", metavar="MODULE", help="import this module first: it has the code of heads of your own")

@@ -17,6 +17,7 @@ from headstart.cli.arguments import (
     WIDTH,
     add_limits,
     add_model,
+    add_no_compile,
     add_proposers,
     add_shared,
     add_style,
@@ -62,6 +63,8 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
         "--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help="sequences decoded together; one or several (1)"
     )
     parser.add_argument("--seed", type=SEED, default=0, metavar="S", help="seed of the first prompt (0)")
+    about = "rounds over the prompts, in which all systems take turns: speeds are medians of their ratios in a round (3)"
+    parser.add_argument("--rounds", type=count(1), default=3, metavar="N", help=about)
     parser.add_argument("--sampled-nodes", type=NODES, metavar="N", help="--nodes above temperature 0 (default: the same)")
     parser.add_argument("--sampled-width", type=WIDTH, metavar="W", help="--width above temperature 0 (default: the same)")
     about = "measure the heads also in trees of a fixed size (set by --nodes, --width and so on), without proposers"
@@ -70,6 +73,7 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
     parser.add_argument("--include-heads-only", "--also-alone", dest="also_alone", action="store_true", help=about)
     parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
     parser.add_argument("--assistant", metavar="MODEL", help="measure transformers' assisted decoding with this draft model too")
+    add_no_compile(parser)
     add_style(parser)
     add_shared(parser)
 
@@ -78,6 +82,7 @@ def bench(args: argparse.Namespace) -> int:
     """Benchmark heads and write the report; the exit status is 1 if tokens or logits differ by more than rounding."""
     with waiting("importing torch and transformers"):
         from headstart.inference.bench.bench import compare
+        from headstart.inference.compile_model import compile_lacking
     from headstart.inference.bench.judging import FAULT
     from headstart.inference.bench.table import print_report
     from headstart.support.files import write_json, write_text
@@ -86,6 +91,8 @@ def bench(args: argparse.Namespace) -> int:
     if args.html is not None:
         require_charts("--html")
     subject, plan = bench_subject(args), replace(bench_plan(args), replay=args.html is not None)
+    for _, heads in subject.heads if not args.no_compile else ():
+        compile_lacking(heads, max(args.batch_size or [1]))
     report = compare(subject.heads, subject.prompts, plan, subject.prompter, subject.others)
     report |= {"backbone": subject.name, "prompts_files": args.prompts}
     if args.html is not None:
@@ -156,6 +163,7 @@ def bench_plan(args: argparse.Namespace) -> Plan:
         also_alone=args.also_alone,
         batches=tuple(dict.fromkeys(args.batch_size or [1])),
         skip_long=args.skip_long,
+        rounds=args.rounds,
     )
 
 

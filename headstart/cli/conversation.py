@@ -14,7 +14,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, Tally, continue_text
+from headstart.inference.measure import Settings, Tally, continue_text, said
 from headstart.support.chat.prompts import Message, Prompter
 from headstart.support.errors import UserError
 from headstart.support.text import TokenTextStream, not_utf8, visible
@@ -37,6 +37,8 @@ class Answer:
     tokens: int
     tokens_per_second: float
     tau: float | None
+    rested: float
+    """The share of passes in which drafts rested, since they would have cost more than they save."""
 
 
 class Chat:
@@ -82,7 +84,8 @@ class Chat:
             painter.end()
             stopped = True
         speed = painter.tokens / (time.perf_counter() - start)
-        answer = Answer(question, painter.text, self.conversation, painter.tokens, speed, None if stopped else tally.tau)
+        tau = None if stopped else tally.tau
+        answer = Answer(question, painter.text, self.conversation, painter.tokens, speed, tau, tally.rested_share)
         self.messages = [*messages, self.prompter.answered(messages, torch.tensor(painter.written))]
         self.answers.append(answer)
         return answer
@@ -189,7 +192,7 @@ def _answer(talk: Chat, question: str, colours: bool) -> None:
             raise
         _note(f"error: {error}")
         return
-    tau = "stopped" if answer.tau is None else f"tau {answer.tau:.2f}"
+    tau = "stopped" if answer.tau is None else f"tau {said(answer.tau, answer.rested)}"
     _note(f"{tau}, {answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s")
 
 

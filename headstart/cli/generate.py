@@ -13,7 +13,7 @@ from headstart.support.errors import UserError, waiting
 from headstart.support.text import read_input, read_text
 
 if TYPE_CHECKING:
-    from headstart.inference.output import GenerateOutput
+    from headstart.inference.measure import Tally
 
 CAPTURED = {"compile": "compiled", "trace": "traced", "cuda-graph": "recorded", "off": "uncaptured"}
 GENERATE_EXAMPLE = """examples:
@@ -38,7 +38,7 @@ def generate(args: argparse.Namespace) -> int:
     with waiting("importing torch and transformers"):
         from headstart.cli.loading import SafeStreamer, backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
         from headstart.inference.engine.request import require_room
-        from headstart.inference.measure import continue_texts
+        from headstart.inference.measure import Tally, continue_texts, said
         from headstart.support.files import write_json
 
     text = _prompt(args.prompt, args.file)
@@ -59,32 +59,29 @@ def generate(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"backbone": name, "heads": None if args.no_draft else args.heads, "temperature": args.temperature}
     report["seed"] = seed if args.temperature > 0 else None
     report["text"] = tokenizer.decode(output.sequences[0, len(prompt_T) :], skip_special_tokens=True)
-    report |= {"prompt_tokens": len(prompt_T), **_statistics(output, seconds)}
+    (tally := Tally()).add(output)
+    report |= {"prompt_tokens": len(prompt_T), **_statistics(tally, seconds), "capture": output.capture}
     write_json(args.json, report)
     seed = f", seed {report['seed']}" if args.temperature > 0 else ""
     print(
-        f"mean acceptance length (tau) {report['tau']:.2f}, {report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s,"
-        f" {CAPTURED[report['capture']]} passes{seed}",
+        f"mean acceptance length (tau) {said(tally.tau, tally.rested_share)}, {report['tokens']} tokens,"
+        f" {report['tokens_per_second']:.1f} tokens/s, {CAPTURED[report['capture']]} passes{seed}",
         file=sys.stderr,
     )
     return 0
 
 
-def _statistics(output: GenerateOutput, seconds: float) -> dict[str, Any]:
+def _statistics(tally: Tally, seconds: float) -> dict[str, Any]:
     """Acceptance and speed of a text that took so many seconds."""
-    from headstart.inference.measure import Tally
-
-    tally = Tally()
-    tally.add(output)
     return {
         "tokens": tally.tokens,
         "passes": tally.passes,
         "tau": tally.tau,
+        "rested": tally.rested_share,
         "acceptance_per_depth": tally.acceptance_per_depth,
         "seconds": seconds,
         "tokens_per_second": tally.tokens / seconds,
         **tally.milliseconds(),
-        "capture": output.capture,
     }
 
 

@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from headstart.cli.arguments import add_recipe, count
+from headstart.cli.arguments import add_no_compile, add_recipe, count
 from headstart.support.errors import UserError
 
 NEW_RECIPE_EXAMPLE = """examples:
@@ -142,6 +142,7 @@ def serve_features(args: argparse.Namespace) -> int:
 def add_regenerate(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart regenerate``."""
     add_recipe(parser, "recipe whose data.train is answered")
+    add_no_compile(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
 
 
@@ -151,7 +152,7 @@ def regenerate(args: argparse.Namespace) -> int:
     from headstart.training.recipe.recipe import load_recipe
     from headstart.training.regenerate.regenerate import write_answers
 
-    write_json(args.json, write_answers(load_recipe(args.recipe, args.overrides)))
+    write_json(args.json, write_answers(load_recipe(args.recipe, args.overrides), compile_first=not args.no_compile))
     return 0
 
 

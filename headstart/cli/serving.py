@@ -199,7 +199,7 @@ def verify(args: argparse.Namespace) -> int:
             end_tokens=() if texts else _end_tokens(backbone),
             allow_finetuned=args.allow_finetuned,
             texts=texts,
-            where=args.features or "",
+            where=args.features or ", ".join(args.prompts or ["its own (--prompts for others)"]),
         )
     )
     print("\n".join(verdict.lines()))

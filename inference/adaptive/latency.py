@@ -17,10 +17,13 @@ from typing import Any
 
 from headstart.inference.engine.tree import TREE_SIZES, octave
 
-RECENT_TIMES = 15
-"""Number of recent times kept per kind; their median is used, so that one slow pass changes nothing."""
+RECENT_TIMES, LOW = 15, 4
+"""Number of recent times kept per kind, and the quantile that counts, the lowest quarter's: most of them may be of moments in which the
+machine was busy. An estimate that is too low corrects itself, since such passes are made; those that seem slow are not made again."""
 MIN_TIMES = 3
-"""Number of times from which on their median counts. Of two the least does, and one says little: it may include what is loaded first."""
+"""Number of times that are enough to compare others with. One alone says little: it may include what is loaded first."""
+FASTER = 0.5
+"""A time of less than this fraction of all recent ones of its kind: the machine was busy then, and what was timed is forgotten."""
 FIRST_STEPS = 2
 """Number of trees, and then of plain steps, that are timed where nothing is known."""
 FIRST_NODES = 4
@@ -38,29 +41,29 @@ MAX_SECONDS = 1e6
 MIN_CONTEXT = 256
 """Contexts up to this many tokens have the same costs."""
 INTERVAL = 100
-"""Steps with drafts after which a time is old. Of plain steps two are made then to time the second, since drafts that pay leave none to
-time; other times are forgotten, since something else may have run at that time, or code been loaded."""
+"""Steps after which a time is old. Of plain steps two are made then to time the second, since drafts that pay leave none to time; other
+old times are forgotten with the next draft, since something else may have run at that time, or code been loaded."""
 Curves = dict[int, list[tuple[int, float]]]
 """Points (nodes, seconds of a pass) in ascending order, by batch size."""
 
 
 class RecentTimes:
-    """The median of the last few times; of fewer than `MIN_TIMES` the least."""
+    """A low quantile of the last few times; of fewer than `LOW` the least."""
 
     def __init__(self) -> None:
         self.times: deque[float] = deque(maxlen=RECENT_TIMES)
-        self.median = 0.0
-        self.age = 0
+        self.seconds = 0.0
+        self.step = 0
+        """The step of the last one."""
 
-    def add(self, seconds: float) -> None:
-        self.age = 0
+    def add(self, seconds: float, step: int = 0) -> bool:
+        """Record a time; True if all before were of a busy machine, which are forgotten."""
+        self.step, faster = step, len(self.times) >= MIN_TIMES and seconds < FASTER * min(self.times)
+        if faster:
+            self.times.clear()
         self.times.append(seconds)
-        self.median = statistics.median(self.times) if len(self.times) >= MIN_TIMES else min(self.times)
-
-    def grow_old(self) -> bool:
-        """Let a step pass without a new time; True if these are old now."""
-        self.age += 1
-        return self.age > INTERVAL
+        self.seconds = sorted(self.times)[len(self.times) // LOW]
+        return faster
 
 
 @dataclass
@@ -75,19 +78,23 @@ class Costs:
     """Times of other parts of a step by name and rows, and by size, such as the depths of a source's drafts."""
     drafted: dict[int, int] = field(default_factory=dict)
     """Steps with drafts since a plain one was timed, by `octave` of the rows."""
+    steps: int = 0
+    """Passes that were timed."""
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     """What `of_pass` returned since a time changed."""
 
     def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
         """Record the time of a pass over that many nodes per row, CPU overhead included."""
+        self.steps += 1
+        recent = self.passes.setdefault((rows, nodes), RecentTimes())
+        before = recent.seconds
+        if recent.add(seconds, self.steps):
+            self.passes, self.parts = {(rows, nodes): recent}, {}
         if nodes > 1:
-            for other in [size for size, of in self.passes.items() if octave(size[0]) == octave(rows) and size[1] > 1 and of.grow_old()]:
+            for other in [size for size, of in self.passes.items() if octave(size[0]) == octave(rows) and size[1] > 1 and self._old(of)]:
                 del self.passes[other]
                 self._known.clear()
-        recent = self.passes.setdefault((rows, nodes), RecentTimes())
-        before = recent.median
-        recent.add(seconds)
-        if abs(recent.median - before) > SAME * before or len(recent.times) <= MIN_TIMES:
+        if abs(recent.seconds - before) > SAME * before or len(recent.times) <= MIN_TIMES:
             self._known.clear()
         self.drafted[octave(rows)] = 0 if nodes == 1 else self.drafted.get(octave(rows), 0) + 1
 
@@ -108,9 +115,12 @@ class Costs:
 
     def add_part(self, part: Hashable, rows: int, size: int, seconds: float) -> None:
         """Record the time of another part of a step."""
-        known = self.parts.get((part, rows), {})
-        times = self.parts[part, rows] = {other: of for other, of in known.items() if not of.grow_old()}
-        times.setdefault(size, RecentTimes()).add(seconds)
+        known = self.parts.setdefault((part, rows), {})
+        known.setdefault(size, RecentTimes()).add(seconds, self.steps)
+        self.parts[part, rows] = {other: of for other, of in known.items() if not self._old(of)}
+
+    def _old(self, times: RecentTimes) -> bool:
+        return self.steps - times.step > INTERVAL
 
     def forget_part(self, part: Hashable, rows: int, size: int) -> None:
         """Forget these times: the part is captured now."""
@@ -122,7 +132,7 @@ class Costs:
         known = self.parts[part, min(near, key=lambda r: (abs(r - rows), r))] if near else {}
         if not known:
             return None
-        curve = [(0, 0.0), *sorted((n, times.median) for n, times in known.items())]
+        curve = [(0, 0.0), *sorted((n, times.seconds) for n, times in known.items())]
         largest, seconds = curve[-1]
         least = seconds * (1 + LEAST_GROWTH * (size / largest - 1)) if size > largest else 0.0  # the slope may be noise
         return max(interpolated(curve, size), least)
@@ -132,7 +142,7 @@ class Costs:
         seconds = self._known.get((rows, nodes))
         if seconds is None:
             larger = [recent for (r, n), recent in self.passes.items() if r == rows and n >= nodes and len(recent.times) >= MIN_TIMES]
-            bound = min((recent.median for recent in larger), default=math.inf)
+            bound = min((recent.seconds for recent in larger), default=math.inf)
             seconds = self._known[rows, nodes] = min(max(self._estimate(rows, nodes), self._estimate(rows, 1)), bound)
         return seconds
 
@@ -140,22 +150,22 @@ class Costs:
         """The measured time of that size, or an estimate from other sizes."""
         recent = self.passes.get((rows, nodes))
         if recent is not None and len(recent.times) > 1:
-            return recent.median
+            return recent.seconds
         if rows in self.curves:
             return interpolated(self.curves[rows], nodes) * self._drift(rows)
-        plain = {r: recent.median for (r, n), recent in self.passes.items() if n == 1 and octave(r) == octave(rows)}
+        plain = {r: recent.seconds for (r, n), recent in self.passes.items() if n == 1 and octave(r) == octave(rows)}
         if nodes == 1 and plain:
             return plain[min(plain, key=lambda r: (abs(r - rows), r))]
         return self._line(rows * nodes)
 
     def _drift(self, rows: int) -> float:
         """The current slowdown of the machine relative to its curve."""
-        known = [(n, recent.median) for (r, n), recent in self.passes.items() if r == rows]
+        known = [(n, recent.seconds) for (r, n), recent in self.passes.items() if r == rows]
         return statistics.median(s / interpolated(self.curves[rows], n) for n, s in known) if known else 1.0
 
     def _line(self, positions: int) -> float:
         """A line fitted to all times by positions, that is rows times nodes, which determine the cost."""
-        timed = [(r * n, recent.median, len(recent.times)) for (r, n), recent in self.passes.items()]
+        timed = [(r * n, recent.seconds, len(recent.times)) for (r, n), recent in self.passes.items()]
         often = [point for point in timed if point[2] >= MIN_TIMES]
         timed = timed or [(r * n, s, 1) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS, 1)]
         points = often if len({p for p, _, _ in often}) > 1 else timed
@@ -174,7 +184,7 @@ class Costs:
         costs = Costs(curves)
         for (part, rows), known in self.parts.items():
             for size, recent in known.items():
-                costs.add_part(part, rows, size, recent.median)
+                costs.add_part(part, rows, size, recent.seconds)
         return costs
 
 

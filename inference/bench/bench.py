@@ -1,20 +1,20 @@
 """Compares heads with autoregressive decoding and with transformers' own ``generate`` on the same prompts in one process.
 
-The systems alternate batch by batch in a rotating order, so that a machine that slows down or warms up affects all of them. Later
-questions of a conversation follow the answers of autoregressive decoding, for all systems alike.
+The systems alternate batch by batch in a rotating order, in several rounds over the prompts, so that a machine that slows down or warms up
+affects all of them, and speeds are ratios within a round. Later questions of a conversation follow the answers of autoregressive decoding.
 
 Shape suffixes: T positions.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 import platform
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,23 +27,22 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.judging import Judging
 from headstart.inference.bench.logits import compare_logits
 from headstart.inference.bench.page import record, samples
-from headstart.inference.bench.results import References, Sizes, baseline, memory_bandwidth, result, weight_bytes
+from headstart.inference.bench.results import References, Sizes, baseline, busy, memory_bandwidth, result, weight_bytes
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
-from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, LONGEST_WAIT, QUIET, WAITS, WARM_UP, wait, warm_up
+from headstart.inference.bench.timing import OtherPrograms
 from headstart.inference.engine.request import require_room
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings
+from headstart.inference.measure import Settings, Tally
 from headstart.inference.runtime import paused
 from headstart.support.chat.prompts import Prompt, Prompter
 from headstart.support.devices import dtype_name
 from headstart.support.terminal import watched
 
-logger = logging.getLogger(__name__)
 TIMED = 4
 """Batches decoded once more on an accelerator for exact times of the parts of a step (synchronizing after each part costs speed)."""
-WARM_UP_SHARE = 0.5
-"""Of the tokens that are measured: as many forward passes warm a system up at most, however often it still captures."""
+WARM_UP, WARM_UP_SECONDS = 4, 15.0
+"""Batches that warm each system up, and the seconds after which it begins no other of them."""
 
 
 class Race:
@@ -59,22 +58,29 @@ class Race:
         self.dropped_turns = 0
         """Later turns of conversations that did not fit into the context."""
 
-    def run(self, prompter: Prompter | None) -> dict[System, SystemResult]:
-        """Continue every prompt with every system, then the next question of each conversation until none is left; returns the results."""
-        asked = dict(enumerate(self.prompts))
-        self._warm_up(asked)
-        total = sum(1 + len(prompt.later) for prompt in self.prompts) * len(self.results)
+    def run(self, prompter: Prompter | None, rounds: int = 1) -> dict[System, SystemResult]:
+        """Continue every prompt with every system, then the next question of each conversation until none is left, in so many rounds;
+        returns the results."""
+        self._warm_up()
+        total = sum(1 + len(prompt.later) for prompt in self.prompts) * len(self.results) * rounds
         with tqdm(total=total, desc=self.title, unit="sequence", mininterval=self.pace) as progress:
-            while asked:
-                for turn, (task, group) in enumerate(self._groups(asked)):
-                    first = turn % len(self.results)
-                    for one in self.results[first:] + self.results[:first]:
-                        one.measure(task, group, self.settings, self.seed)
-                        progress.set_postfix_str(f"{one.system.name}: {one.total.tokens_per_second:.1f} tokens/s", refresh=False)
-                        progress.update(len(group))
-                asked = {} if prompter is None else self._next(asked, prompter, progress)
+            for number in range(rounds):
+                self._round(number, prompter, progress)
         self._time_parts()
         return {one.system: one for one in self.results}
+
+    def _round(self, number: int, prompter: Prompter | None, progress: tqdm) -> None:
+        for one in self.results if number else ():
+            one.rounds.append(Tally())
+        asked, self.dropped_turns = dict(enumerate(self.prompts)), 0
+        while asked:
+            for turn, (task, group) in enumerate(self._groups(asked), number):
+                first = turn % len(self.results)
+                for one in self.results[first:] + self.results[:first]:
+                    one.measure(task, group, self.settings, self.seed)
+                    progress.set_postfix_str(f"{one.system.name}: {one.total.tokens_per_second:.1f} tokens/s", refresh=False)
+                    progress.update(len(group))
+            asked = {} if prompter is None else self._next(asked, prompter, progress)
 
     @property
     def title(self) -> str:
@@ -86,34 +92,16 @@ class Race:
         """The batches of the prompts' first turns."""
         return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
 
-    def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Let every system continue prompts, at most all of them, until it captures nothing more or `WARM_UP_SHARE` is reached.
-
-        What is compiled beside is waited for, since compiling slows every system.
-        """
-        left, systems = float(LONGEST_WAIT), [one.system for one in self.results]
-        longest = min(LONGEST_RACE_WARM_UP, max(WARM_UP, int(WARM_UP_SHARE * len(asked) * self.settings.max_new_tokens)))
-        with tqdm(total=len(systems), desc="warm-up", unit="system", mininterval=self.pace) as progress:
-            for waited in range(1 + WAITS):
-                for system in systems:
-                    warm_up(self._warm_up_rounds(system, asked, progress), at_most=longest, quiet=QUIET if system.drafting else 1)
-                    progress.update()
-                systems = [one for one in systems if one.compiling]
-                if not systems or waited == WAITS:
-                    break
-                progress.total += len(systems)
-                progress.set_postfix_str("compiling")
-                left -= wait(lambda: any(one.system.compiling for one in self.results), progress.refresh, left)
-        if left_over := [one.system.name for one in self.results if one.system.compiling]:
-            logger.warning("%s: still being compiled beside, which slows every system; measure again in some minutes", ", ".join(left_over))
-
-    def _warm_up_rounds(self, system: System, asked: dict[int, Prompt], progress: tqdm) -> Iterator[Callable[[], int]]:
-        def passes(group: dict[int, Tensor]) -> int:
-            progress.set_postfix_str(system.name)
-            return system.write(list(group.values()), self.settings, [self.seed + i for i in group]).tally.reads
-
-        for _, group in self._groups(asked):
-            yield partial(passes, group)
+    def _warm_up(self) -> None:
+        """Let every system continue the first prompts: what is loaded, captured and first timed is in no round."""
+        with tqdm(total=len(self.results), desc="warm-up", unit="system", mininterval=self.pace) as progress:
+            for system in (one.system for one in self.results):
+                progress.set_postfix_str(system.name)
+                start = time.monotonic()
+                for group in self.groups[:WARM_UP]:
+                    if time.monotonic() - start < WARM_UP_SECONDS:
+                        system.write(list(group.values()), self.settings, [self.seed + i for i in group])
+                progress.update()
 
     def _groups(self, asked: dict[int, Prompt]) -> Iterator[tuple[str, dict[int, Tensor]]]:
         """Batches of prompts; all prompts of a batch have one task."""
@@ -163,6 +151,8 @@ class Plan:
     """Also measure the trained heads without proposers, in the trees of the others."""
     skip_long: bool = False
     """Drop prompts that leave no room in the context, instead of refusing them."""
+    rounds: int = 1
+    """How often every system continues all prompts, in turns with the others."""
     replay: bool = False
     """Record some prompts pass by pass for the replay of the HTML report, at the first batch size (`replays` in the report)."""
 
@@ -195,7 +185,9 @@ def compare(
         for batch in plan.batches:
             baselines = [ar_transformers, ar, *(one for one in others if batch == 1 or not one.one_by_one)]
             race = Race(ar, [*baselines, *drafting], fitting, plan.settings(temperature), batch, plan.seed)
-            by_system = race.run(prompter)
+            with OtherPrograms() as beside:
+                by_system = race.run(prompter, plan.rounds)
+            report["other_programs"] = max(report["other_programs"], beside.processors)
             references = References(by_system[ar], by_system[ar_transformers], first, by_system)
             sizes = Sizes(temperature, batch, report["weight_bytes"], report["memory_bytes_per_second"])
             ours = {system: result(by_system[system], references, race.settings, sizes) for system in drafting}
@@ -211,7 +203,7 @@ def compare(
                 report["samples"] += samples([by_system[system] for system in drafting], fitting, prompter.tokenizer, temperature)
             first = first or by_system[ar]
     judging.finish(report)
-    return report
+    return report | {"busy": busy(report)}
 
 
 def _say(title: str, rows: dict[System, dict[str, Any]]) -> None:
@@ -275,7 +267,10 @@ def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan) -> dict[s
         "dropped_turns": 0,
         "max_new_tokens": plan.max_new_tokens,
         "seed": plan.seed,
+        "rounds": plan.rounds,
         "threads": torch.get_num_threads(),
+        "processors": os.cpu_count() or 1,
+        "other_programs": 0.0,
         "versions": {
             "headstart": __version__,
             "torch": torch.__version__,

@@ -15,9 +15,9 @@ from markupsafe import Markup, escape
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.inference.bench.judging import name, sentence
+from headstart.inference.bench.judging import name
 from headstart.inference.bench.systems import AR_TRANSFORMERS, HeadstartSystem, SystemResult
-from headstart.inference.bench.table import STYLES, header, notes, rows_at, settings_of, systems_table, tasks_table
+from headstart.inference.bench.table import conclusions, header, notes, rows_at, settings_of, systems_table, tasks_table
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.measure import Settings, continue_text
 from headstart.inference.show import drawn_tree
@@ -114,10 +114,10 @@ def report_page(report: Row) -> str:
     """Render the page."""
     versions = ", ".join(f"{library} {version}" for library, version in report["versions"].items())
     first = settings_of(report)[0][0]
-    verdict = Markup('<p class="{}">{}</p>').format(STYLES[report["verdict"]], sentence(report))
+    said = [Markup('<p class="{}">{}</p>').format(style, text) for text, style in conclusions(report)]
     below = [Markup("<p class=soft>{}</p>").format(note) for note in notes(report)]
     sections = [
-        Section("Speed", SPEED, [verdict, systems_table(report), *below]),
+        Section("Speed", SPEED, [*said, systems_table(report), *below]),
         Section("Acceptance by depth", DEPTHS, _depths(report)),
         Section("Speed by batch size", f"At temperature {first:g}.", _batches(report, first)),
         Section("Tasks", "The same by task.", tasks_table(report)),

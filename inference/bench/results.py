@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from headstart.inference.measure import Settings, Tally
 BUFFER = 256 << 20
 """Bytes; larger than the CPU caches."""
 SECONDS = 0.3
+STEADY = 0.1
+"""Ratios of rounds that differ from their median by more than this fraction were measured on a machine that did something else too, and so
+were those beside programs that took more than this fraction of a thread's time."""
 
 
 def weight_bytes(backbone: Backbone) -> int:
@@ -85,6 +89,7 @@ def result(measured: SystemResult, references: References, settings: Settings, s
         "kind": "+".join(measured.system.sources),
         **_common(measured, references, sizes),
         "acceptance_per_depth": total.acceptance_per_depth,
+        "rested": total.rested_share,
         **total.engine_counts(),
         "draft_vocabulary": _draft_vocabulary(measured, measured.system.heads.drafter),
         "identical": differing == 0,
@@ -129,11 +134,16 @@ def repeated_ngrams(texts: Sequence[Sequence[int]], n: int) -> float | None:
 
 def _common(measured: SystemResult, references: References, sizes: Sizes) -> dict[str, Any]:
     total, ar, ar_transformers = measured.total, references.ar, references.ar_transformers
+    ratios, to_transformers = measured.ratios(ar), measured.ratios(ar_transformers)
     rate = total.reads * sizes.weight_bytes / total.wall
     return {
         "temperature": sizes.temperature,
         "batch": sizes.batch,
         **_speeds(total, ar.total, ar_transformers.total),
+        "speedup_vs_ar": median(ratios),
+        "speedup_vs_transformers": median(to_transformers),
+        "rounds": ratios,
+        "spread": [min(ratios), max(ratios)],
         "weight_bytes_per_second": rate,
         "mbu": rate / sizes.memory_bytes_per_second,
         "capture": asdict(measured.system.capture) if measured.system.capture is not None else None,
@@ -145,6 +155,18 @@ def _common(measured: SystemResult, references: References, sizes: Sizes) -> dic
             for task, tally in measured.tasks.items()
         },
     }
+
+
+def busy(report: dict[str, Any]) -> str | None:
+    """One line on what disturbed the measured speeds, and what to do; None if nothing was seen."""
+    rows = [*report["results"], *report["baselines"]]
+    others, free = report["other_programs"], report["processors"] - report["threads"]
+    seen = [f"other programs used {others:.1f} of {report['processors']} processors meanwhile"] if others > free + STEADY else []
+    worst = max(rows, key=lambda row: max(abs(ratio / row["speedup_vs_ar"] - 1) for ratio in row["spread"]))
+    low, high = worst["spread"]
+    if max(worst["speedup_vs_ar"] - low, high - worst["speedup_vs_ar"]) > STEADY * worst["speedup_vs_ar"]:
+        seen.append(f"{worst.get('head', worst.get('name'))} was {low:.2f} to {high:.2f} x AR in the same prompts")
+    return f"Speeds are uncertain: {'; '.join(seen)}. Measure again when the machine is idle." if seen else None
 
 
 def _draft_vocabulary(measured: SystemResult, drafter: Drafter | None) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.inference.capture.capture import Capturer, CaptureReport
+from headstart.inference.capture.capture import CaptureReport
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -59,16 +59,6 @@ class System(ABC):
         """How forward passes are captured; None for systems without capture."""
         return None
 
-    @property
-    def drafting(self) -> bool:
-        """True if trees of drafts are verified."""
-        return False
-
-    @property
-    def compiling(self) -> bool:
-        """True while its layers are compiled beside."""
-        return False
-
     @abstractmethod
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Continuations:
         """Continue prompts as one batch. The caller measures the wall time."""
@@ -91,20 +81,8 @@ class HeadstartSystem(System):
         return [type(one).__module__.rpartition(".")[2] for one in self.heads.drafters] + [one.name for one in self.heads.proposers]
 
     @property
-    def drafting(self) -> bool:
-        return bool(self.sources)
-
-    @property
     def capture(self) -> CaptureReport:
-        return self._capturer.report()
-
-    @property
-    def compiling(self) -> bool:
-        return any(one.pending for one in self._capturer.compiled)
-
-    @property
-    def _capturer(self) -> Capturer:
-        return self.heads.engine(bool(self.sources)).capturer
+        return self.heads.engine(bool(self.sources)).capturer.report()
 
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Continuations:
         output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
@@ -191,8 +169,10 @@ class SystemResult:
 
     system: System
     tasks: dict[str, Tally] = field(default_factory=dict)
+    rounds: list[Tally] = field(default_factory=lambda: [Tally()])
+    """A tally for each round over the prompts."""
     sequences: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The answers to each prompt, one for each turn."""
+    """The answers to each prompt, one for each turn of each round."""
     prompts: dict[int, list[Tensor]] = field(default_factory=dict)
     """What each of them answers."""
     accept_lengths: dict[int, list[int]] = field(default_factory=dict)
@@ -206,6 +186,7 @@ class SystemResult:
             written = self.system.write(list(asked.values()), settings, [seed + i for i in asked])
         written.tally.wall = watch.seconds
         self.tasks.setdefault(task, Tally()).join(written.tally)
+        self.rounds[-1].join(written.tally)
         for row, (i, prompt_T) in enumerate(asked.items()):
             self.prompts.setdefault(i, []).append(prompt_T)
             self.sequences.setdefault(i, []).append(written.sequences[row])
@@ -219,6 +200,10 @@ class SystemResult:
         for tally in self.tasks.values():
             total.join(tally)
         return total
+
+    def ratios(self, other: SystemResult) -> list[float]:
+        """How many times as fast as the other system it was, by round."""
+        return [mine.tokens_per_second / theirs.tokens_per_second for mine, theirs in zip(self.rounds, other.rounds, strict=True)]
 
     def differing(self, other: SystemResult) -> int:
         """The number of prompts for which the two systems wrote different tokens."""

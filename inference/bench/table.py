@@ -14,7 +14,7 @@ from headstart.support.terminal import Table, show
 
 Row = dict[str, Any]
 SPEEDS = ("accept len (tau)", "tokens/s", "x AR", "x transformers")
-STEP = ("MBU", "draft ms", "verify ms", "host ms", "identical")
+STEP = ("x AR by round", "rested", "MBU", "draft ms", "verify ms", "host ms", "identical")
 STYLES = {IDENTICAL: "green", NEAR_TIE: "", FAULT: "bold red"}
 
 
@@ -22,7 +22,15 @@ def print_report(report: Row, out: TextIO) -> None:
     """Print settings and machine, a row for each system, a table by task if there are several, and the verdict."""
     parts: list[RenderableType] = [Text("\n".join(header(report))), systems_table(report), *tasks_table(report)]
     parts.append(Text("\n".join(notes(report))))
-    show([*parts, Text(sentence(report), style=STYLES[report["verdict"]])], out)
+    show([*parts, *(Text(text, style=style) for text, style in conclusions(report))], out)
+
+
+def conclusions(report: Row) -> list[tuple[str, str]]:
+    """The verdict, and before it what makes the speeds uncertain, each with its style: nothing is green beside uncertain speeds."""
+    verdict = report["verdict"]
+    if report["busy"] is None:
+        return [(sentence(report), STYLES[verdict])]
+    return [(report["busy"], "bold red"), (sentence(report), "" if verdict == IDENTICAL else STYLES[verdict])]
 
 
 def settings_of(report: Row) -> list[tuple[float, int]]:
@@ -157,7 +165,8 @@ def speeds(row: Row) -> list[str]:
 def step_cells(row: Row) -> list[str]:
     """The cells of `STEP`."""
     times = [f"{row[key]:.2f}" if key in row else "" for key in ("draft_ms", "verify_ms", "host_ms")]
-    return [f"{row['mbu']:.0%}", *times, TITLES[row["verdict"]]]
+    spread = "-".join(f"{ratio:.2f}" for ratio in row["spread"])
+    return [spread, f"{row['rested']:.0%}" if "rested" in row else "", f"{row['mbu']:.0%}", *times, TITLES[row["verdict"]]]
 
 
 def _acceptance(row: Row) -> str:

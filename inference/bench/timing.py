@@ -1,55 +1,51 @@
-"""Timing loops: warm up until functions are no longer captured, then measure."""
+"""Timing: functions are timed once they are no longer captured, and what other programs took of the processors meanwhile."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from itertools import repeat
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
+import psutil
 import torch
 
 from headstart.inference.capture.stopwatch import Stopwatch
 
 WARM_UP, LONGEST_WARM_UP = 40, 240
 """Forward passes before timing starts: the minimum, and the maximum while functions are still captured."""
-QUIET, LONGEST_RACE_WARM_UP = 400, 2000
-"""The same of a system that drafts: passes without a capture, and the maximum. Adaptive trees take new shapes for long."""
-LONGEST_WAIT, WAITS = 600, 3
-"""Seconds that a race waits in all for what is compiled beside (for layers alone half a minute), and how often: deeper drafts follow."""
 
 
-def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP, quiet: int = 1) -> None:
-    """Run rounds, each returning its forward passes, until ``at_most`` passes are made, or ``at_least`` and the last ``quiet`` of them
-    captured nothing.
-    """
-    passes = since = 0
-    for work in rounds:
-        with Stopwatch() as watch:
-            made = work()
-        passes, since = passes + made, since + made if watch.valid else 0
-        if passes >= at_most or (passes >= at_least and since >= quiet):
-            return
+class OtherPrograms:
+    """Within its context, the processors' time that other programs take; ``processors``: how many they keep busy, a mean."""
 
+    processors = 0.0
 
-def wait(waiting: Callable[[], bool], note: Callable[[], object], seconds: float = LONGEST_WAIT) -> float:
-    """Wait as long as something is being compiled beside, at most so long; returns the seconds that it took."""
-    start = time.monotonic()
-    while waiting() and (passed := time.monotonic() - start) < seconds:
-        note()
-        time.sleep(min(0.5, seconds - passed))
-    return time.monotonic() - start
+    def __enter__(self) -> Self:
+        self._before = time.monotonic(), self._taken()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        start, taken = self._before
+        self.processors = max(self._taken() - taken, 0.0) / max(time.monotonic() - start, 1e-3)
+
+    @staticmethod
+    def _taken() -> float:
+        whole = psutil.cpu_times()._asdict()
+        idle = sum(whole.get(key, 0.0) for key in ("idle", "iowait", "guest", "guest_nice"))  # guests are counted as user too
+        return sum(whole.values()) - idle - sum(os.times()[:4])
 
 
 @torch.no_grad()
 def median_seconds(work: Callable[[], object], repeats: int, cold: bool, device: torch.device) -> float:
     """The median time of ``work``, which makes one forward pass. ``cold``: it may not be captured yet."""
-
-    def once() -> int:
-        work()
-        return 1
-
-    warm_up(repeat(once), at_least=WARM_UP if cold else 2)
+    for passes in range(1, LONGEST_WARM_UP + 1):
+        with Stopwatch() as watch:
+            work()
+        if passes >= (WARM_UP if cold else 2) and watch.valid:
+            break
     times = []
     for _ in range(repeats):
         with Stopwatch(device) as watch:

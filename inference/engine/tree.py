@@ -222,6 +222,8 @@ class Pass:
     """Tokens drafted for each sequence; none given in beam search."""
     trees: dict[int, VerifiedTree] = field(default_factory=dict)
     """The verified tree of each sequence, by its number; empty in beam search and where only the sequences are asked for."""
+    rested: bool = False
+    """True if nothing was drafted or verified since drafts would have cost more than they save, or to time such a step."""
 
     @property
     def seconds(self) -> float:

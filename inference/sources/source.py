@@ -99,6 +99,12 @@ class Draft:
                     found[level - 1] += prob / len(self.pools)
         return [max(1 - prob, 0.0) for prob in found]
 
+    @property
+    def rested(self) -> bool:
+        """True if drafts were not made, or not verified, since they would have cost more than they save, or to time such a step."""
+        drafted, kept = (any(len(nodes) > 1 for nodes in rows) for rows in ([pool.tokens for pool in self.pools], self.kept))
+        return self.shape is None and not kept and (drafted or not self.seconds) and any(self.remaining)
+
     def passes_left(self, tokens: Sequence[float]) -> float:
         """A measure of the remaining passes if each adds ``tokens`` tokens to each row.
 

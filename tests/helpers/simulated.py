@@ -28,9 +28,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.slowdown = 1.0
 
     def perf_counter(self) -> float:
         return self.now
+
+    def let_pass(self, seconds: float) -> None:
+        self.now += self.slowdown * seconds
 
 
 @contextmanager
@@ -135,7 +139,7 @@ class SimulatedSource(Source):
         """It has no state."""
 
     def draft(self, draft: Draft, depths: int) -> None:
-        self.clock.now += varied(self.machine, self.heads.chance, self.machine.of_draft(depths))
+        self.clock.let_pass(varied(self.machine, self.heads.chance, self.machine.of_draft(depths)))
         self.true = grow(self.heads, self.task, draft.pools[0], depths, self, lambda d, score: self.prob(draft, 0, d, score))
 
 
@@ -202,11 +206,18 @@ def rate(steps: Iterable[Step]) -> float:
     return sum(step.tokens for step in listed) / sum(step.seconds for step in listed)
 
 
-class Decoding:
-    """Decodes simulated texts one after the other as the decoding loop does."""
+BUSY = 10.0
+"""How many times as long a step takes while the machine is busy."""
 
-    def __init__(self, machine: Machine, heads: Heads, clock: Clock) -> None:
-        self.machine, self.heads, self.clock = machine, heads, clock
+
+class Decoding:
+    """Decodes simulated texts one after the other as the decoding loop does; ``busy``: in which steps other programs slow it down.
+
+    The expected seconds of a step are those of an idle machine.
+    """
+
+    def __init__(self, machine: Machine, heads: Heads, clock: Clock, busy: Callable[[int], bool] = lambda step: False) -> None:
+        self.machine, self.heads, self.clock, self.busy, self.steps = machine, heads, clock, busy, 0
         self.source = SimulatedSource(heads, machine, clock)
         self.speculation = Speculation([self.source])
 
@@ -223,11 +234,12 @@ class Decoding:
 
     def _step(self, written: int, tokens: int) -> tuple[int, Step]:
         speculation, before = self.speculation, self.clock.now
+        self.clock.slowdown, self.steps = BUSY if self.busy(self.steps) else 1.0, self.steps + 1
         speculation.use_costs(0, "")
         draft = Draft([Pool(0)], [tokens - written - 1])
         speculation.draft(draft)
         tree = speculation.choose(draft)
-        self.clock.now += varied(self.machine, self.heads.chance, self.machine.of_pass(tree.size))
+        self.clock.let_pass(varied(self.machine, self.heads.chance, self.machine.of_pass(tree.size)))
         path, picks, expected = self._verified(draft)
         speculation.learn(draft, tree, [path], [picks])
         speculation.time(draft, tree, [path], self.clock.now - before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from simulated import (
@@ -38,10 +38,12 @@ from headstart.inference.speculation.speculation import Speculation
 by_name = pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 
 
-def decoded(machine: Machine, tasks: Iterable[Task], tokens: int, seed: int = 0) -> list[list[Step]]:
+def decoded(
+    machine: Machine, tasks: Iterable[Task], tokens: int, seed: int = 0, busy: Callable[[int], bool] = lambda step: False
+) -> list[list[Step]]:
     """Texts one after the other, in a process that knows nothing of the machine."""
     with simulated_time() as clock:
-        decoding = Decoding(machine, Heads(chance=random.Random(seed)), clock)
+        decoding = Decoding(machine, Heads(chance=random.Random(seed)), clock, busy)
         return [decoding.text(task, tokens) for task in tasks]
 
 
@@ -98,6 +100,26 @@ def test_a_slow_start_does_not_last() -> None:
         decoding.machine = decoding.source.machine = SMOLLM2
         steps = decoding.text(CHAT, 1000)
     assert rate(step for step in steps if step.before >= 500) >= 0.95 * best_fixed(SMOLLM2, CHAT, Heads())
+
+
+@by_name
+def test_single_slow_passes_change_nothing(machine: Machine) -> None:
+    """One step in 25 takes ten times as long: another program ran for a moment."""
+    for task in (CHAT, CODE, TRANSLATION):
+        (steps,) = decoded(machine, [task], 1000, busy=lambda step: step % 25 == 24)
+        assert rate(steps) >= (0.94 if machine.noise < 0.2 else 0.9) * best_fixed(machine, task, Heads()), task.name
+        assert times_plain(machine, steps) >= 0.95, task.name
+
+
+@pytest.mark.parametrize("length", [pytest.param(10, marks=pytest.mark.slow), 40])
+@by_name
+def test_a_machine_that_was_busy_is_decoded_on_as_before(machine: Machine, length: int) -> None:
+    """Ten times slower for a stretch of steps; 120 later at the latest, trees are what they would have been."""
+    for task in (CHAT, CODE, TRANSLATION, PERFECT):
+        (steps,) = decoded(machine, [task], 1200, busy=lambda step: 60 <= step < 60 + length)
+        after = steps[60 + length + (20 if length == 10 else 120) :]
+        assert rate(after) >= (0.94 if machine.noise < 0.2 else 0.9) * best_fixed(machine, task, Heads()), task.name
+        assert times_plain(machine, after) >= 0.95, task.name
 
 
 def test_drafts_that_are_never_accepted_are_rarely_made() -> None:

@@ -12,6 +12,7 @@ from headstart.inference.capture import stopwatch
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.measure import Tally, said
 from headstart.inference.sources.proposer import Candidates, Proposer
 
 
@@ -81,6 +82,21 @@ def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(cl
         if right in proposers:
             assert out.tau > 3 and right.asked >= passes - 3, "all but plain steps that are timed"
         assert wrong.asked <= 8, "it brings nothing: asked now and then, and not in all of 118"
+
+
+def test_drafts_that_rest_are_counted_and_said(clock: SimulatedClock) -> None:
+    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
+    for right in (True, False):
+        out = say(SpeculativeModel(on, proposers=[Parrot(clock, truths, right, delay=5e-3 * (not right))]), rows, **OPTIONS)
+        (tally := Tally()).add(out)
+        plain = sum(count == 0 for count in out.drafted[0])
+        assert plain - 1 <= out.rested == tally.rested <= plain, "a last token needs no draft"
+        assert (tally.rested_share > 0.8) is not right
+        assert said(out.tau, tally.rested_share).startswith("1.00 (drafts rested in 9") is not right
+    fixed = say(SpeculativeModel(on, proposers=[Parrot(clock, truths, False)]), rows, tree=TreeShape(4, 1), **OPTIONS)
+    assert fixed.tau == 1.0 and fixed.rested == 0, "they were drafted and are bad"
+    assert say(SpeculativeModel(on), rows, **OPTIONS).rested == 0, "there are none"
 
 
 def test_the_first_step_drafts(clock: SimulatedClock) -> None:

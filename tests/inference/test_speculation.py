@@ -52,9 +52,21 @@ def test_calibration_is_by_depth_and_survives_its_file() -> None:
 
 def test_one_slow_pass_says_nothing() -> None:
     recent = RecentTimes()
-    for seconds, median in ((90.0, 90.0), (1.0, 1.0), (1.1, 1.1), (0.9, 1.05), (1.0, 1.0)):
-        recent.add(seconds)
-        assert recent.median == pytest.approx(median)
+    for seconds, expected in ((90.0, 90.0), (1.0, 1.0), (1.1, 1.0), (0.9, 1.0), (10.0, 1.0), (10.0, 1.0), (10.0, 1.0), (10.0, 1.1)):
+        assert not recent.add(seconds)
+        assert recent.seconds == expected
+    assert recent.add(0.44) and recent.seconds == 0.44, "all before were of a busy machine"
+    assert not recent.add(0.1), "one alone may be what was loaded first"
+
+
+def test_what_was_timed_on_a_busy_machine_is_forgotten_all_at_once() -> None:
+    costs = Costs()
+    for nodes, seconds in ((1, 0.1), (4, 0.2), (1, 0.1), (4, 0.2), (1, 0.1)):
+        costs.add_pass(1, nodes, seconds)
+        costs.add_part("0", 1, 2, 0.02)
+    assert not costs.tree_due(1)
+    costs.add_pass(1, 1, 0.01)
+    assert costs.of_pass(1, 1) == 0.01 and costs.tree_due(1) and costs.of_part("0", 1, 2) is None
 
 
 def test_costs_between_and_beyond_what_was_timed() -> None:

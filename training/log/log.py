@@ -274,7 +274,7 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return scalar metrics; lists become one metric per depth: accuracy/0, accuracy/1, ..."""
     flat: dict[str, float] = {}
     for key, value in record.items():
-        if key == "examples":
+        if key in ("examples", "measured_on"):
             continue
         flat |= {f"{key}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {key: value}
     return {key: value for key, value in flat.items() if value is not None}
@@ -286,7 +286,8 @@ def _summary(record: dict[str, Any]) -> str:
         backbone = ""
         if "backbone_loss" in record:
             backbone = f"; the backbone's loss {record['backbone_loss']:.4f}, {record['backbone_loss_before']:.4f} without the adapter"
-        return f"tau {record['tau']:.3f} tokens a pass (the backbone's own included), accepted per depth {accepted}{backbone}"
+        own, where = "the backbone's own included", record["measured_on"]
+        return f"tau {record['tau']:.3f} tokens a pass ({own}), accepted per depth {accepted}; on {where}{backbone}"
     if "teacher_forced_tau" in record:
         accepted = " ".join(f"{x:.0%}" for x in record["teacher_forced_acceptance_per_depth"])
         tau = f"tau {record['teacher_forced_tau']:.3f} as a teacher-forced chain on held-out features"

@@ -18,6 +18,7 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.checkpoint import require_sizes
+from headstart.inference.compile_model import compile_lacking
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally
 from headstart.inference.proposers.recycling import RecyclingProposer
@@ -36,8 +37,8 @@ from headstart.training.regenerate.items import Completion, Conversation, Item, 
 class InProcess:
     """Generates responses with the recipe's backbone."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        """Loads the backbone and heads. Raises UserError if one cannot be loaded."""
+    def __init__(self, recipe: Recipe, compile_first: bool = False) -> None:
+        """Loads the backbone and heads. Raises UserError if one cannot be loaded. ``compile_first``: see `write_answers`."""
         self.settings, self.seed, where = recipe.regenerate, recipe.seed, recipe.backbone
         if self.settings.heads is not None:
             require_sizes(self.settings.heads, where.path, trust_remote_code=where.trust_remote_code)
@@ -47,6 +48,8 @@ class InProcess:
         self.tokenizer.chat_template = self.chat_settings.template_of(self.tokenizer)
         proposers = (SuffixProposer(), RecyclingProposer())
         self.heads: SpeculativeModel = load(self.settings.heads, self.backbone, tokenizer=self.tokenizer, proposers=proposers)
+        if compile_first:
+            compile_lacking(self.heads, self.settings.batch_size)
         self.tally = Tally()
 
     def dependencies(self) -> dict[str, Any]:

@@ -105,8 +105,11 @@ class Responder(Protocol):
         """Return statistics for the report."""
 
 
-def write_answers(recipe: Recipe) -> dict[str, Any]:
-    """Write the recipe's new dataset, resuming from a partial file if any; returns the report for ``--json``. Raises UserError."""
+def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]:
+    """Write the recipe's new dataset, resuming from a partial file if any; returns the report for ``--json``. Raises UserError.
+
+    ``compile_first``: compile what decoding on a CPU lacks, before the first answer.
+    """
     settings = recipe.regenerate
     if settings.out is None:
         raise UserError("regenerate.out is not set; name the file to write, as in regenerate.out=data/answers.jsonl")
@@ -123,7 +126,7 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
         print(f"data      {bad.count:,} bad rows left out ({bad.first})", file=sys.stderr)
     items = read_items(rows * settings.samples, data, data.name, _templated(recipe))
     keeper = open_kept(recipe) if _caches(recipe) else None
-    responder = _responder(recipe, keeper)
+    responder = _responder(recipe, keeper, compile_first)
     with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:
         missing = [item for item in items if item.row not in partial.offsets]
         before, start = partial.counts["tokens"], time.perf_counter()
@@ -155,9 +158,9 @@ def _templated(recipe: Recipe) -> bool:
     return recipe.data.format != "text" and (tokenizer is None or bool(chat_settings(recipe.data).template_of(tokenizer)))
 
 
-def _responder(recipe: Recipe, keeper: KeptFeatures | None) -> Responder:
+def _responder(recipe: Recipe, keeper: KeptFeatures | None, compile_first: bool) -> Responder:
     if keeper is None:
-        return InProcess(recipe) if recipe.regenerate.endpoint is None else Endpoint(recipe)
+        return InProcess(recipe, compile_first) if recipe.regenerate.endpoint is None else Endpoint(recipe)
     given, settings = keeper.servers, recipe.regenerate
     served = settings.model_copy(update={"endpoint": f"{given.urls[0]}/v1", "model": given.model, "api_key": recipe.features.api_key})
     return Endpoint(recipe.model_copy(update={"regenerate": served}), keeper)

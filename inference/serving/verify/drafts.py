@@ -199,6 +199,8 @@ class Verdict:
     engine: str
     backbone: str
     method: str = ""
+    prompts: str = ""
+    """How many prompts the figures are of, where they are from, and how they were decoded."""
     comparison: Comparison | None = None
     """None: the files could not be drafted with."""
     distance: float | None = None
@@ -271,6 +273,7 @@ class Verdict:
         if self.distance is not None:
             whose = "" if self.engine == "reference" else " of the reference reading"
             yield f"logits{whose} differ by at most {self.distance:.1e} of the largest one"
+        yield f"measured on {self.prompts}"
         for side, figures in one.figures.items():
             rates = " ".join(f"{rate:.3f}" for rate in figures["acceptance_rate_per_pos"])
             yield (
@@ -285,6 +288,6 @@ class Verdict:
         if one is not None:
             names = ("prompts", "equal_texts", "rounds", "drafts", "equal_drafts", "near_ties", "figures")
             compared = {name: getattr(one, name) for name in names} | {"first_difference": None if one.first is None else vars(one.first)}
-        own = ("folder", "heads", "engine", "backbone", "method", "compared", "faults", "changes", "notes", "found", "tried")
+        own = ("folder", "heads", "engine", "backbone", "method", "prompts", "compared", "faults", "changes", "notes", "found", "tried")
         stated = {name: getattr(self, name) for name in own}
         return {"equal": self.equal, "cause": self.cause, **stated, "logits_distance": self.distance, "comparison": compared}

@@ -59,7 +59,7 @@ class Check:
     texts: tuple[Features, ...] = ()
     """Texts with their features, if the backbone is not to run: the prompts are their beginnings."""
     where: str = ""
-    """Where these texts are from."""
+    """Where the texts, or the prompts, are from."""
 
     @cached_property
     def target(self) -> Target:
@@ -82,6 +82,7 @@ def find_engine(name: str) -> Engine:
 def verify(check: Check) -> Verdict:
     """Verify a folder. Raises UserError for a missing folder, heads that the engine does not read, or an engine that is not installed."""
     verdict = Verdict(str(check.folder), check.original, check.engine, check.backbone.name)
+    verdict.prompts = f"{len(check.prompts)} prompts of {check.where}, at temperature 0, up to {check.new_tokens} tokens each"
     try:
         files = read_files(check.folder)
         _require_unchanged(check)

@@ -1,6 +1,7 @@
 """Systems compared by `bench`: batches, transformers' assisted decoding, several turns, tasks, bandwidth, captures."""
 
 import io
+from collections import namedtuple
 
 import pytest
 import torch
@@ -10,14 +11,15 @@ from transformers import GenerationConfig
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.bench import timing
+from headstart.inference.bench import bench, timing
 from headstart.inference.bench.bench import Plan, Race, compare
-from headstart.inference.bench.results import memory_bandwidth, repeated_ngrams, weight_bytes
+from headstart.inference.bench.page import report_page
+from headstart.inference.bench.results import busy, memory_bandwidth, repeated_ngrams, weight_bytes
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
-from headstart.inference.bench.table import AR, capture_notes, print_report, rows_at
-from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, median_seconds
+from headstart.inference.bench.table import AR, capture_notes, conclusions, print_report, rows_at
+from headstart.inference.bench.timing import OtherPrograms, median_seconds
 from headstart.inference.capture.capture import PATIENCE, Capturer
-from headstart.inference.capture.stopwatch import Stopwatch, void_running
+from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
@@ -26,6 +28,8 @@ from headstart.support.chat.prompts import Prompt, Prompter
 from headstart.support.errors import UserError
 
 TREE = TreeShape(8, 3)
+NAMED = {"backbone": "tiny", "prompts_files": ["p.jsonl"]}
+scputimes = namedtuple("scputimes", "user idle iowait")
 
 
 @pytest.fixture(scope="module")
@@ -72,44 +76,63 @@ def test_heads_alone_take_heads_and_something_to_leave_out(given, capsys):
     assert error.startswith("error: --include-heads-only measures heads without what --propose, --draft-model or --early-exit adds; give")
 
 
-def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch):
-    class Capturing(TransformersSystem):
-        rounds, captures, drafting = 0, 4, True
+def test_systems_take_turns_in_rounds_after_a_short_warm_up(heads, monkeypatch):
+    order, now = [], [0.0]
+
+    class Noted(TransformersSystem):
+        def __init__(self, name, seconds):
+            super().__init__(name, heads.backbone)
+            self.seconds = seconds
 
         def write(self, prompts, settings, seeds):
-            self.rounds += 1
-            if self.rounds <= self.captures:
-                void_running()
-            return Continuations([], Tally(reads=30))
+            order.append((self.name, seeds[0]))
+            now[0] += self.seconds
+            return Continuations([ids_T[:2] for ids_T in prompts], Tally(tokens=2 * len(prompts)))
 
-    def rounds(system, many, length=100):
-        Race(system, [system], asked(*[3] * many), Settings(length), 1, 0)._warm_up(dict(enumerate(asked(*[3] * many))))
-        return system.rounds
-
-    assert rounds(Capturing("captures four times", heads.backbone), 40) == 4 + -(-QUIET // 30), "and some more, since shapes return late"
-    assert rounds(Capturing("few prompts", heads.backbone), 3) == 3, "no longer than what is measured"
-    restless = Capturing("never done", heads.backbone)
-    restless.captures = 1000
-    assert rounds(restless, 90) == -(-LONGEST_RACE_WARM_UP // 30)
-    restless.rounds = 0
-    assert rounds(restless, 90, 20) == 90 * 20 // 2 // 30, "as many passes as half of the tokens that are measured"
-    plain = Capturing("does not draft", heads.backbone)
-    monkeypatch.setattr(Capturing, "drafting", False)
-    assert rounds(plain, 40) == 5
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    fast, slow = Noted("fast", 0.1), Noted("slow", 8.0)
+    race = Race(fast, [fast, slow], asked(*[3] * 6), Settings(4), 1, 0)
+    results = race.run(None, rounds=3)
+    assert order[:6] == [("fast", i) for i in range(4)] + [("slow", 0), ("slow", 1)], "a few prompts, and of slow systems fewer"
+    turns = order[6:]
+    assert sorted(turns) == sorted([(name, i) for name in ("fast", "slow") for i in range(6)] * 3)
+    assert all({*map(str, turns[i : i + 2])} == {f"('fast', {i // 2 % 6})", f"('slow', {i // 2 % 6})"} for i in range(0, 36, 2))
+    assert [name for name, _ in turns[:4]] == ["fast", "slow", "slow", "fast"] and turns[12][0] == "slow", "neither is always first"
+    assert [len(one.rounds) for one in results.values()] == [3, 3] and results[slow].rounds[1].tokens == 12
+    assert len(results[slow].sequences[0]) == 3, "every round's text is compared"
 
 
-def test_a_benchmark_waits_for_layers_that_are_compiled_beside(monkeypatch):
-    left, noted, now = [3], [], [0.0]
+def test_speeds_are_medians_of_rounds_and_uncertain_ones_are_never_green(heads):
+    report = compare([("m", heads)], asked(5, 9), Plan(6, tree=TREE, rounds=3))
+    row = report["results"][0]
+    assert report["rounds"] == len(row["rounds"]) == 3 and row["tokens"] == 36 and row["identical"]
+    assert row["spread"] == [min(row["rounds"]), max(row["rounds"])] and row["speedup_vs_ar"] == sorted(row["rounds"])[1]
+    steady = {"spread": [1.0, 1.05], "speedup_vs_ar": 1.0}
+    report["baselines"] = [one | steady for one in report["baselines"]]
+    idle = report | {"results": [row | steady], "other_programs": 0.05, "threads": 1, "processors": 2}
+    assert busy(idle) is None and conclusions(idle | {"busy": None})[0][1] == "green"
+    assert busy(idle | {"other_programs": 1.05}) is None, "a processor was free"
+    taken = busy(idle | {"other_programs": 1.3})
+    assert taken == "Speeds are uncertain: other programs used 1.3 of 2 processors meanwhile. Measure again when the machine is idle."
+    varied = busy(idle | {"results": [row | {"spread": [0.28, 1.1], "speedup_vs_ar": 1.0}]})
+    assert varied.startswith("Speeds are uncertain: m was 0.28 to 1.10 x AR in the same prompts. ")
+    uncertain = idle | {"busy": taken}
+    said, (verdict, style) = conclusions(uncertain)
+    assert said == (taken, "bold red") and verdict.startswith("Every token") and style == ""
+    shown = report_page(uncertain | NAMED)
+    assert taken in printed(uncertain) and f'<p class="bold red">{taken}</p>' in shown and '<p class="green">' not in shown
+    assert '<p class="green">' in report_page(idle | NAMED | {"busy": None})
 
-    def waiting():
-        left[0] -= 1
-        return left[0] > 0
 
-    monkeypatch.setattr(timing.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
-    assert timing.wait(waiting, lambda: noted.append(1)) == 1.0 and len(noted) == 2
-    assert timing.wait(lambda: False, lambda: noted.append(1)) == 0
-    assert timing.wait(lambda: True, lambda: noted.append(1), 3.2) == 3.2, "no longer"
+def test_what_other_programs_use_is_seen_and_what_this_one_uses_is_not(monkeypatch):
+    whole, own = [10.0], [1.0]
+    monkeypatch.setattr(timing.psutil, "cpu_times", lambda: scputimes(whole[0], 500.0, 3.0))
+    monkeypatch.setattr(timing.os, "times", lambda: (own[0], 0.0, 0.0, 0.0, 0.0))
+    now = iter([0.0, 2.0])
+    monkeypatch.setattr(timing.time, "monotonic", lambda: next(now))
+    with OtherPrograms() as others:
+        whole[0], own[0] = 14.0, 2.4
+    assert others.processors == pytest.approx((4 - 1.4) / 2)
 
 
 def test_a_cold_function_is_timed_once_it_is_captured():

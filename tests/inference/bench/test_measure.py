@@ -2,7 +2,6 @@
 
 import io
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -10,10 +9,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
-from headstart.inference.bench import bench
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.judging import sentence
-from headstart.inference.bench.systems import Continuations, HeadstartSystem
+from headstart.inference.bench.systems import HeadstartSystem
 from headstart.inference.bench.table import print_report
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -144,39 +142,3 @@ def test_compare_takes_every_system_through_every_prompt(heads):
     assert [line[head.index("system") :].split("  ")[0] for line in lines] == 2 * ["AR (transformers)", "AR (headstart)", "a", "b"]
     for title in ("accept len (tau)", "tokens/s", "x AR", "x transformers"):  # right-aligned
         assert all(line[head.index(title) + len(title) - 1].isdigit() for line in lines)
-
-
-class Compiling(HeadstartSystem):
-    """A system whose layers are being compiled the first times that it is asked."""
-
-    asked = 0
-
-    def __init__(self, heads: SpeculativeModel, times: int) -> None:
-        super().__init__("heads", heads)
-        self.times, self.written = times, 0
-
-    @property
-    def compiling(self) -> bool:
-        self.asked += 1
-        return self.asked <= self.times
-
-    def write(self, *args: Any, **options: Any) -> Continuations:
-        self.written += 1
-        return super().write(*args, **options)
-
-
-@pytest.mark.parametrize("times", [0, 3, 10**9])
-def test_what_is_compiled_beside_is_waited_for_and_said_if_it_does_not_end(
-    times: int, heads: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(bench, "LONGEST_WAIT", 1.0)
-    monkeypatch.setattr(bench, "WAITS", 1)
-    system = Compiling(heads, times)
-    of = bench.Race(system, [system], [Prompt(tokens_T) for tokens_T in PROMPTS], Settings(4), 1, 0)
-    of._warm_up(dict(enumerate(of.prompts)))
-    once = system.written
-    assert ("still being compiled" in caplog.text) == (times > 3)
-    again = Compiling(heads, 0)
-    of = bench.Race(again, [again], of.prompts, Settings(4), 1, 0)
-    of._warm_up(dict(enumerate(of.prompts)))
-    assert (once > again.written) == (times > 0), "warmed up again with what is compiled"

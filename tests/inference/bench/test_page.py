@@ -45,6 +45,7 @@ def test_a_page_complete_in_itself(report: dict) -> None:
     for row in report["results"]:
         assert all(f"{share:.2f}" in read.words for one in row["tasks"].values() for share in one["acceptance_per_depth"])
     assert text.count("<svg") == 2
+    assert text.count("<table>") == len(re.findall(r'<div class="scroll">\s*<table>', text)) > 1 and ".scroll { overflow-x: auto" in text
     bare = report | {"results": [row | {"acceptance_per_depth": []} for row in report["results"] if row["batch"] == 1], "replays": []}
     words = Reader(report_page(json.loads(json.dumps(bare)))).words
     assert "tokens/s" in words and not [one for one in ("Speed by batch", "Acceptance by", "Replay") if one in words]

@@ -219,6 +219,7 @@ def test_a_checkpoint_is_verified_by_itself(house: Path, tmp_path: Path, capsys:
     assert main([*command, "--json", str(report)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("EQUAL") and "tau" in out and "mean acceptance length" in out and "6 equal texts" in out
+    assert "measured on 6 prompts of its own (--prompts for others), at temperature 0, up to " in out
     stored = json.loads(report.read_text())
     assert stored["equal"] and stored["cause"] is None and stored["comparison"]["equal_drafts"] == stored["comparison"]["drafts"] > 10
     assert stored["logits_distance"] < 1e-4 and stored["comparison"]["figures"]["reference"]["tau"] >= 1
