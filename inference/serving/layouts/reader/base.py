@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from headstart.heads.backbone.versions import CACHE
 from headstart.inference.serving.layouts.reader.layer import LayerShape
 from headstart.support.errors import UserError
 
@@ -89,7 +90,7 @@ class Target:
         tokens, cache = list(prompt), DynamicCache(config=self.model.config)
         for _ in range(count):
             ids_1T = torch.tensor([tokens], device=self._unembed.weight.device)
-            out = self.model.base_model(input_ids=ids_1T, past_key_values=cache, use_cache=True)
+            out = self.model.base_model(input_ids=ids_1T, use_cache=True, **{CACHE: cache})
             tokens = [int(self.logits(out.last_hidden_state[0, -1]).argmax())]
             written += tokens
         return written
