@@ -8,15 +8,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from families import prompts, say, tiny
+from families import prompts, random_drafter, say, tiny
 from torch import nn
-from transformers import DynamicCache, LlamaModel
+from transformers import DynamicCache, LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import headstart
 from headstart.heads.backbone import versions
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.versions import CACHE, NAMES, say_untested
+from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 ROW = {"input_ids": prompts((9,))[0][None].repeat(1, 3)}
@@ -47,6 +48,16 @@ class OldAttention(LlamaAttention):
 class NewAttention(LlamaAttention):
     def forward(self, hidden_states: Any, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
         return super().forward(hidden_states, **options | {CACHE: cache})
+
+
+class OldWhole(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, **options | {CACHE: past_key_values})
+
+
+class NewWhole(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, **options | {CACHE: cache})
 
 
 def with_own(part: nn.Module, kind: type[nn.Module]) -> None:
@@ -89,6 +100,21 @@ def test_layers_that_lose_it_are_refused_in_one_line() -> None:
         headstart.load(None, backbone=model)
     assert "\n" not in str(caught.value)
     assert Backbone(model, trees=False).refusal == str(caught.value), "it trains"
+
+
+def test_a_model_whose_own_loop_loses_it() -> None:
+    """Headstart's loop calls the decoder; transformers' calls the model, which writes another text then."""
+    same, other = (OldWhole, NewWhole) if CACHE == NAMES[1] else (NewWhole, OldWhole)
+    model = tiny("llama")
+    plain, heads = model.generate(**ROW, **HOW), SpeculativeModel(Backbone(model), random_drafter("medusa", Backbone(model)), capture="off")
+    with_own(model, same)
+    assert torch.equal(model.generate(**ROW, **HOW, custom_generate=headstart.assisted(heads)), plain)
+    with_own(model, other)
+    assert not torch.equal(model.generate(**ROW, **HOW), plain), "transformers' own"
+    assert torch.equal(say(heads, ROW, **HOW), plain)
+    said = f"Whole.forward takes its KV cache as '{OTHER}', transformers .* gives it as '{CACHE}': rename the argument, or decode with"
+    with pytest.raises(UserError, match=said):
+        model.generate(**ROW, **HOW, custom_generate=headstart.assisted(heads))
 
 
 @pytest.mark.parametrize("kind", ["prefix", "prompt", "p-tuning"])
