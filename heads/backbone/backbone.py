@@ -75,6 +75,7 @@ class Backbone:
         self.windows: dict[str, int | None] = {}
         self.recurrent: Recurrent | None = None
         """The layers that keep a recurrent state instead of keys and values; None if there are none."""
+        self.postprocess: Callable[[Tensor], Tensor]
         self.refusal: str | None
         """Why its trees cannot be verified, so that heads are trained and exported only; None if they can."""
         self.forward = vars(model).get("forward")
