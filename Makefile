@@ -3,7 +3,8 @@
 #              trains on the answers and measures by task on 42 other prompts, in some 25 minutes on two idle cores. A run that was stopped
 #              goes on. PROMPTS=FILE MEASURED=FILE DEMO=FOLDER: your own; SETTINGS="train.epochs=4 ..." for the recipe, BENCH="--temperature 0 1"
 # make test    the tests that are fast     make lint    ruff (rules and format), mypy, the documentation's links
-# make test-all               every test, those marked slow too (about 25 minutes on two cores)
+# make test-all               every test, those marked slow too (about 25 minutes on two cores), then test-versions with the oldest and the newest
+# make test-versions          of the fast tests those that depend most on other libraries: VERSIONS=oldest make test-versions, or with the `newest`
 # make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind
 # make wheel   the wheel, in dist, and its test in an environment of its own
 # make docs    the documentation as a site, in out/site
@@ -15,30 +16,33 @@
 # make engines        only that environment, in .venv-engines (3.6 GB)
 #
 # PYTHON=python3.12 make test              another interpreter (3.11 or newer)
-# VERSIONS=oldest make test                with the oldest libraries that are supported (.github/oldest.txt), or with the `newest`
+# VERSIONS=oldest make test                with the oldest libraries that are supported (.github/oldest.txt), or with the `newest`: each in an
+#                                          environment of its own. TORCH_oldest=torch==2.13.0: the oldest of the others only, 3 GB less to fetch
 
 PYTHON ?= python3
 VERSIONS ?= pinned
+TORCH_oldest ?= torch==2.9.*
 PINS_pinned := -c constraints.txt torch==2.13.0
-PINS_oldest := -c .github/oldest.txt torch
-PINS_newest := torch
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+PINS_oldest := -c .github/oldest.txt $(TORCH_oldest)
+PINS_newest := torch==2.13.0
+VENV := .venv$(patsubst %,-%,$(filter-out pinned,$(VERSIONS)))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 # --multi_gpu is accelerate's word for several local processes; on a CPU they use gloo.
 LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no
 
-.PHONY: install demo demo-smollm2 test test-all test-real fuzz soak lint wheel docs engines test-engines
+.PHONY: install demo demo-smollm2 test test-all test-versions test-real fuzz soak lint wheel docs engines test-engines
 
 install: $(INSTALLED)
 
 # Written last, so an interrupted install is taken up again.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt .github/oldest.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); headstart needs Python 3.11 or newer: PYTHON=python3.12 make $(MAKECMDGOALS)" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PINS_$(VERSIONS))
-	$(BIN)/python -m pip install $(filter-out torch%,$(PINS_$(VERSIONS))) -e '.[dev]'
+	$(BIN)/python -m pip install $(PINS_$(VERSIONS)) -e '.[dev]'
 	@touch $@
 
 # Training in two processes of one thread each, decoding in one of two. Each run trains afresh: an earlier one would be resumed.
@@ -87,6 +91,15 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 --durations=12
+	$(MAKE) test-versions VERSIONS=oldest
+	$(MAKE) test-versions VERSIONS=newest
+
+ACROSS := heads/backbone heads/draft_model heads/hybrid heads/window inference/arguments inference/assisted inference/beam inference/continued \
+  inference/custom_generate inference/generate inference/lossless inference/offloaded inference/refusals inference/users_model \
+  inference/users_objects inference/versions inference/serving/export inference/serving/import inference/serving/verify \
+  training/adapter training/draft_model_training training/loop headstart/chat headstart/cli
+test-versions: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(foreach one,$(ACROSS),tests/$(dir $(one))test_$(notdir $(one)).py)
 
 # Not part of `make test`: it fetches the model (kept in out/real). Skipped, in one line, where that is not possible.
 test-real: $(INSTALLED)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from headstart.heads.backbone.versions import CACHE
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import Pass, VerifiedTree
@@ -65,11 +66,12 @@ def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Reque
     depth = max([0, *(source.depth for source in decoder.speculation.of_kind(DrafterSource)), *(length - 1 for length in lengths)])
     beams = None if isinstance(decoder, Decoder) else decoder.steps
     scores, logits = decoder.kept()
+    cache: dict[str, Any] = {CACHE: decoder.prompts.continued.cache}
     return GenerateOutput(
         sequences=decoder.sequences(),
         scores=_by_step(scores) if request.scores else None,
         logits=_by_step(logits) if request.logits else None,
-        past_key_values=decoder.prompts.continued.cache,
+        **cache,
         passes=len(passes),
         tau=sum(lengths) / len(lengths) if lengths else 1.0,
         rested=sum(one.rested for one in passes),

@@ -178,6 +178,13 @@ def remove(wrapped: PeftModel) -> None:
     wrapped.base_model.unload()
 
 
+def require_no_prompt(model: PreTrainedModel) -> None:
+    """Raise UserError in a call of ``generate`` by a `PeftModel` whose prompt, which passes of heads do not read, is before the tokens."""
+    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model)  # PEFT's, during the call
+    if owner is not model and owner.active_peft_config.is_prompt_learning:
+        raise UserError(f"{owner.peft_type} adapters change the prompt, not the layers; {SUPPORTED}")
+
+
 def tuner_state(model: nn.Module) -> tuple[Any, ...]:
     """Return what the adapters of a model add to its layers besides their weights: which are active, merged and how they are scaled."""
     if "peft" not in sys.modules:

@@ -23,11 +23,12 @@ from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
 from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
-from headstart.heads.backbone.probes import decoder_layers, decoder_of, find_kinds, find_postprocessing, refusal_of, require_masks, width_of
+from headstart.heads.backbone.probes import decoder_layers, decoder_of, probe, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import Recurrent
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
+from headstart.heads.backbone.versions import cache_argument, say_untested
 from headstart.support.errors import UserError, waiting
 from headstart.support.hub import reaching
 
@@ -46,6 +47,7 @@ class Backbone:
 
     def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False, trees: bool = True) -> None:
         """Raises UserError for a model whose trees cannot be verified; without ``trees``, `refusal` then says why."""
+        say_untested()
         model, self.adapter = unwrap(model)
         self.trainable: dict[str, nn.Parameter] = {}
         """The adapter's weights by name if they are trained; empty for a frozen backbone."""
@@ -59,6 +61,7 @@ class Backbone:
         if model.config.is_encoder_decoder:
             raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
         self.base: nn.Module = model.base_model if model.base_model is not model else decoder_of(model)  # Llama-4's is itself
+        self._cache = cache_argument(self.base)
         self.embed: Any = model.get_input_embeddings()
         self.unembed: Any = model.get_output_embeddings()
         self.dim: int = width_of(self)
@@ -73,6 +76,7 @@ class Backbone:
         self.windows: dict[str, int | None] = {}
         self.recurrent: Recurrent | None = None
         """The layers that keep a recurrent state instead of keys and values; None if there are none."""
+        self.postprocess: Callable[[Tensor], Tensor]
         self.refusal: str | None
         """Why its trees cannot be verified, so that heads are trained and exported only; None if they can."""
         self.forward = vars(model).get("forward")
@@ -83,9 +87,7 @@ class Backbone:
 
     def _probe(self, trees: bool) -> None:
         """Find out how the model attends and makes its logits."""
-        self.refusal = refusal_of(partial(find_kinds, self), trees)
-        self.postprocess = find_postprocessing(self)
-        self.refusal = self.refusal or refusal_of(partial(require_masks, self), trees)
+        probe(self, trees)
 
     def _unfreeze(self) -> None:
         if self.adapter is None:
@@ -205,9 +207,8 @@ class Backbone:
         mode = partial(self._mode, differentiable, attention_mask is not None)
         again = recomputed_layers(self.layers, mode) if self.recomputing and differentiable and cache is None else nullcontext()
         with torch.set_grad_enabled(differentiable), mode(), again, tapped(self.layers, taps) as kept:
-            out = self.base(
-                input_ids=tokens_BT, past_key_values=cache, position_ids=positions_BT, attention_mask=mask, use_cache=cache is not None
-            )
+            kept_in = {self._cache: cache, "use_cache": cache is not None}
+            out = self.base(input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, **kept_in)
         return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
 
     @contextmanager

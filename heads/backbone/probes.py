@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
+from accelerate.hooks import CpuOffload
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from headstart.heads.backbone.adapter import require_no_prompt
 from headstart.heads.backbone.masks import attention_windows, follows_no_mask
-from headstart.heads.backbone.recurrent import Branch, Recurrent, find_recurrent
+from headstart.heads.backbone.recurrent import TRAINABLE, Branch, Recurrent, find_recurrent
+from headstart.heads.backbone.versions import CACHE
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +58,14 @@ def refusal_of(check: Callable[[], object], trees: bool) -> str | None:
     return None
 
 
+def probe(backbone: Backbone, trees: bool) -> None:
+    """Find out how the model attends and makes its logits. Raises UserError for one that heads cannot have; for trees see `Backbone`."""
+    require_weights(backbone.model)
+    backbone.refusal = refusal_of(partial(find_kinds, backbone), trees)
+    backbone.postprocess = find_postprocessing(backbone)
+    backbone.refusal = backbone.refusal or refusal_of(partial(require_masks, backbone), trees)
+
+
 def require_masks(backbone: Backbone) -> None:
     """Raise UserError unless the model follows 4-D masks and explicit positions.
 
@@ -65,7 +77,13 @@ def require_masks(backbone: Backbone) -> None:
     seen[-1, 2:-1] = False
     place = torch.arange(N, device=backbone.device)[None].clone()
     place[0, -1] = 2
-    alone = backbone.read(tokens[:, [0, 1, N - 1]]).hidden_BTD[:, -1]
+    kept = DynamicCache(config=backbone.config)
+    alone = backbone.read(tokens[:, [0, 1, N - 1]], kept).hidden_BTD[:, -1]
+    if kept.get_seq_length() != 3:
+        raise UserError(
+            f"{type(backbone.model).__name__} leaves the KV cache empty, which transformers {transformers.__version__} calls {CACHE!r}: "
+            f"name that argument so in the forward functions of your own; {TRAINABLE}"
+        )
     try:
         with nullcontext() if backbone.recurrent is None else backbone.recurrent.along(Branch(None, seen[None], place)):
             beside = backbone.read(tokens, None, place, dict.fromkeys(backbone.windows, seen[None])).hidden_BTD[:, -1]
@@ -111,10 +129,23 @@ def find_postprocessing(backbone: Backbone) -> Callable[[Tensor], Tensor]:
     return lambda logits: apply(logits, scale)
 
 
+def require_weights(model: PreTrainedModel) -> None:
+    """Raise UserError if accelerate moves weights in for each pass of a module, or of the model, and out again."""
+    away = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if away or isinstance(vars(model).get("_hf_hook"), CpuOffload):
+        which = f"{len(away)} weights, {away[0]} first" if away else "the whole model"
+        raise UserError(
+            f"{type(model).__name__} is offloaded by accelerate ({which}), and heads read its weights between passes too; load it without "
+            "(no 'cpu' or 'disk' beside a GPU in device_map, more max_memory), or quantized if it does not fit"
+        )
+
+
 def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
     """Raise UserError unless ``model``, whose ``generate`` was called, is the backbone's and computes its logits as when it was loaded."""
     if model is not backbone.model:
         raise UserError(f"these heads are on another model object ({backbone.name}); load them with backbone=this model")
+    require_weights(model)
+    require_no_prompt(model)
     parts = (model.base_model, model.get_input_embeddings(), model.get_output_embeddings())
     if parts != (backbone.base, backbone.embed, backbone.unembed) or backbone.unembed.weight.shape[0] != backbone.vocab:
         raise UserError("the model's embedding, output layer or decoder was replaced or resized since heads were loaded; load them anew")

@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from headstart.heads.backbone.versions import CACHE
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text, said
 from headstart.support.chat.prompts import Message, Prompter
@@ -78,7 +79,7 @@ class Chat:
         tally, start = Tally(), time.perf_counter()
         stopped = False
         try:
-            seed, given = self.seed + len(self.answers), {"logits_processor": self.processors, "past_key_values": self.cache}
+            seed, given = self.seed + len(self.answers), {"logits_processor": self.processors, CACHE: self.cache}
             tally.add(continue_text(self.heads, prompt_T, settings, seed, streamer=painter, **given))
         except KeyboardInterrupt:
             painter.end()

@@ -20,6 +20,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.versions import CACHE
 from headstart.inference.engine.known_processors import is_by_row, name_of
 from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError
@@ -95,7 +96,7 @@ def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
 
 
 NO_EFFECT = (
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "mm_encoder_outputs",
 )  # fmt: skip
 """Arguments of the model's forward that are read here or change no token.
@@ -226,15 +227,15 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
     for name, value in model_kwargs.items():
         if name not in NO_EFFECT and value is not None and value is not False:
             raise UserError(f"{name} is not supported: heads decode from input_ids and attention_mask alone; leave it out")
-    past = model_kwargs.get("past_key_values")
+    past = model_kwargs.get(CACHE)
     if past is not None and type(past) is not DynamicCache and past.get_seq_length() > 0:
-        raise UserError(f"past_key_values is a {type(past).__name__} that holds tokens; give a DynamicCache, or an empty cache")
+        raise UserError(f"{CACHE} is a {type(past).__name__} that holds tokens; give a DynamicCache, or an empty cache")
     if streamer is not None and mode == GenerationMode.BEAM_SEARCH:
         raise UserError("a streamer cannot be used with beam search, whose tokens are known at its end; leave it out, or set num_beams=1")
 
 
 def _callers_cache(model_kwargs: Mapping[str, Any]) -> DynamicCache | None:
-    past = model_kwargs.get("past_key_values")
+    past = model_kwargs.get(CACHE)
     return past if type(past) is DynamicCache and getattr(past, "_is_user_defined", False) else None  # transformers marks it
 
 

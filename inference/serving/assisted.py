@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     EosTokenCriteria,
@@ -33,6 +34,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.hooks import Evaluation, tapped
 from headstart.heads.backbone.probes import require_same_model
+from headstart.heads.backbone.versions import CACHE, cache_argument
 from headstart.heads.base import Drafter
 from headstart.inference.engine.known_processors import name_of
 from headstart.inference.engine.processing import Processing
@@ -82,6 +84,9 @@ class AssistedDecoding:
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """Generate; called by ``model.generate``. Raises UserError for arguments with which the output could differ from the model's."""
         require_same_model(self.backbone, model)
+        if (name := cache_argument(model)) != CACHE:
+            given = f"takes its KV cache as {name!r}, transformers {transformers.__version__} gives it as {CACHE!r}"
+            raise UserError(f"{type(model).__name__}.forward {given}: rename the argument, or {OTHER}")
         streamer = handed_streamer(model) if streamer is None else streamer
         _refuse(input_ids, stopping_criteria, generation_config, model_kwargs)
         pads = _left_padding(model_kwargs.get("attention_mask"))
@@ -220,9 +225,9 @@ def _refuse(input_ids: Tensor, criteria: StoppingCriteriaList, config: Generatio
             raise UserError(f"assisted decoding checks {name} once per round, not at each token: leave it out, or {other}")
     if config.assistant_ensemble_weight is not None:
         raise UserError("assistant_ensemble_weight changes the text that is written; leave it out")
-    past = model_kwargs.get("past_key_values")
+    past = model_kwargs.get(CACHE)
     if past is not None and past.get_seq_length() > 0:
-        raise UserError("past_key_values already holds tokens, which the heads have not read; give the whole sequence as input_ids")
+        raise UserError(f"{CACHE} already holds tokens, which the heads have not read; give the whole sequence as input_ids")
 
 
 def _left_padding(mask_1T: Tensor | None) -> int:

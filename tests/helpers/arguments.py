@@ -117,7 +117,7 @@ CASES = [
     Case("token_healing", YES, {"inputs": ROWS["input_ids"][:1], "token_healing": True, "tokenizer": tokenizer}, note="of prompts of one length",
          shows=False),
     Case("attention_mask", YES, {}, note="padding on the left", shows=False),
-    Case("past_key_values", YES, {"past_key_values": DynamicCache}, note="a `DynamicCache` of one row holds the conversation (see below)", shows=False),
+    Case("past_key_values", YES, {"past_key_values": DynamicCache}, note="a `DynamicCache` of one row holds the conversation (see below); from transformers 5.24 on also by its new name, `cache`", shows=False),
     Case("logits_processor", YES, {"logits_processor": lambda: LogitsProcessorList([MinNewTokensLengthLogitsProcessor(9, 9, ENDS["eos_token_id"])]), **ENDS}, ENDS, ALWAYS),
     Case("stopping_criteria", YES, {"stopping_criteria": lambda: StoppingCriteriaList([StopStringCriteria(tokenizer(), STOPS)])},
          note="asked about all rows together after each token of the longest"),

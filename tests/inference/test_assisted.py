@@ -25,6 +25,7 @@ from transformers.generation.utils import _speculative_sampling
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.versions import CACHE
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -117,7 +118,7 @@ def test_what_could_change_the_text_is_refused() -> None:
         ("greedy or sampled", {"prompt_lookup_num_tokens": 3}),
         ("Own once per round", {"stopping_criteria": StoppingCriteriaList([Own()])}),
         ("assistant_ensemble_weight", {"assistant_ensemble_weight": 0.5}),
-        ("past_key_values", {"past_key_values": past}),
+        (f"{CACHE} already holds tokens", {CACHE: past}),
         ("left end", {"attention_mask": torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 1]])}),
         ("guidance_scale", {"guidance_scale": 2.0}),
         ("both draft", {"assistant_model": tiny("llama", num_hidden_layers=1)}),

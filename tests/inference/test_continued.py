@@ -14,6 +14,7 @@ from transformers import DynamicCache, LogitsProcessorList, StaticCache
 
 from headstart.cli.conversation import Chat, Painter
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.versions import CACHE
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -194,5 +195,5 @@ def test_other_caches_that_hold_something_are_refused_in_one_line() -> None:
     cache = StaticCache(config=of.backbone.model.config, max_cache_len=64)
     assert torch.equal(say(of, row(ids), past_key_values=cache, **HOW), of.backbone.model.generate(**row(ids), **HOW))
     of.backbone.model.generate(**row(ids), past_key_values=cache, **HOW)
-    with pytest.raises(UserError, match="past_key_values is a StaticCache that holds tokens; give a DynamicCache, or an empty cache"):
+    with pytest.raises(UserError, match=f"{CACHE} is a StaticCache that holds tokens; give a DynamicCache, or an empty cache"):
         say(of, row(ids), past_key_values=cache, **HOW)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -87,9 +88,10 @@ class Target:
         """Write ``count`` tokens after the prompt, each the most likely one; end-of-text tokens do not end it."""
         written: list[int] = []
         tokens, cache = list(prompt), DynamicCache(config=self.model.config)
+        name = "cache" if "cache" in signature(self.model.base_model.forward).parameters else "past_key_values"  # before transformers 5.24
         for _ in range(count):
             ids_1T = torch.tensor([tokens], device=self._unembed.weight.device)
-            out = self.model.base_model(input_ids=ids_1T, past_key_values=cache, use_cache=True)
+            out = self.model.base_model(input_ids=ids_1T, use_cache=True, **{name: cache})
             tokens = [int(self.logits(out.last_hidden_state[0, -1]).argmax())]
             written += tokens
         return written

@@ -1,0 +1,151 @@
+"""Versions of transformers: the KV cache under both of its names, and a version that is newer than those tested."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import peft
+import pytest
+import torch
+from families import prompts, random_drafter, say, tiny
+from torch import nn
+from transformers import DynamicCache, LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import headstart
+from headstart.heads.backbone import versions
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.versions import CACHE, NAMES, say_untested
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
+
+ROW = {"input_ids": prompts((9,))[0][None].repeat(1, 3)}
+HOW: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+OTHER = next(name for name in NAMES if name != CACHE)
+"""The name in another version."""
+
+
+class OldModel(LlamaModel):
+    """A model of one's own, written for a version that names the cache `past_key_values`."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, **options | {CACHE: past_key_values})
+
+
+class NewModel(LlamaModel):
+    """As `OldModel`, written for one that names it `cache`."""
+
+    def forward(self, input_ids: Any = None, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, **options | {CACHE: cache})
+
+
+class OldAttention(LlamaAttention):
+    def forward(self, hidden_states: Any, past_key_values: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(hidden_states, **options | {CACHE: past_key_values})
+
+
+class NewAttention(LlamaAttention):
+    def forward(self, hidden_states: Any, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(hidden_states, **options | {CACHE: cache})
+
+
+class OldWhole(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, **options | {CACHE: past_key_values})
+
+
+class NewWhole(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, **options | {CACHE: cache})
+
+
+def with_own(part: nn.Module, kind: type[nn.Module]) -> None:
+    part.__class__ = kind
+
+
+def test_the_cache_goes_under_the_name_that_transformers_has() -> None:
+    """Fails without `CACHE` on 5.24, where custom_generate is given `cache` alone."""
+    model = tiny("llama")
+    heads = headstart.load(None, backbone=model, proposers="suffix", capture="off")
+    cache = DynamicCache()
+    out = model.generate(**ROW, **HOW, custom_generate=heads.generate, return_dict_in_generate=True, **{CACHE: cache})
+    assert torch.equal(out.sequences, model.generate(**ROW, **HOW))
+    assert out[CACHE] is cache and list(out)[-1] != CACHE and cache.get_seq_length() == out.sequences.shape[1] - 1
+    plain = model.generate(**ROW, **HOW, return_dict_in_generate=True)
+    assert [name for name in out if name in NAMES] == [name for name in plain if name in NAMES] == [CACHE]
+
+
+@pytest.mark.parametrize("kind", [OldModel, NewModel])
+def test_a_model_of_ones_own_takes_it_under_the_name_of_another_version(kind: type[LlamaModel]) -> None:
+    model = tiny("llama")
+    plain = model.generate(**ROW, **HOW)
+    with_own(model.model, kind)
+    heads = headstart.load(None, backbone=model, proposers="suffix", capture="off")
+    assert torch.equal(say(heads, ROW, **HOW), plain)
+
+
+def test_layers_that_lose_it_are_refused_in_one_line() -> None:
+    own, other = (OldAttention, NewAttention) if CACHE == NAMES[1] else (NewAttention, OldAttention)
+    model = tiny("llama")
+    for layer in model.model.layers:
+        with_own(layer.self_attn, own)
+    plain = model.generate(**ROW, **HOW)
+    assert torch.equal(say(headstart.load(None, backbone=model, capture="off"), ROW, **HOW), plain)
+    for layer in model.model.layers:
+        with_own(layer.self_attn, other)
+    with pytest.raises(
+        UserError, match=f"^LlamaForCausalLM leaves the KV cache empty, .* calls '{CACHE}': name that argument so"
+    ) as caught:
+        headstart.load(None, backbone=model)
+    assert "\n" not in str(caught.value)
+    assert Backbone(model, trees=False).refusal == str(caught.value), "it trains"
+
+
+def test_a_model_whose_own_loop_loses_it() -> None:
+    """Headstart's loop calls the decoder; transformers' calls the model, which writes another text then."""
+    same, other = (OldWhole, NewWhole) if CACHE == NAMES[1] else (NewWhole, OldWhole)
+    model = tiny("llama")
+    plain, heads = model.generate(**ROW, **HOW), SpeculativeModel(Backbone(model), random_drafter("medusa", Backbone(model)), capture="off")
+    with_own(model, same)
+    assert torch.equal(model.generate(**ROW, **HOW, custom_generate=headstart.assisted(heads)), plain)
+    with_own(model, other)
+    assert not torch.equal(model.generate(**ROW, **HOW), plain), "transformers' own"
+    assert torch.equal(say(heads, ROW, **HOW), plain)
+    said = f"Whole.forward takes its KV cache as '{OTHER}', transformers .* gives it as '{CACHE}': rename the argument, or decode with"
+    with pytest.raises(UserError, match=said):
+        model.generate(**ROW, **HOW, custom_generate=headstart.assisted(heads))
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt", "p-tuning"])
+def test_a_learned_prompt_is_refused_at_the_call_too(kind: str) -> None:
+    """PEFT calls the plain model's generate, on which heads can be loaded, and has its prompt in the inputs alone."""
+    model, shared = tiny("llama"), {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+    config: Any = {
+        "prefix": lambda: peft.PrefixTuningConfig(**shared),
+        "prompt": lambda: peft.PromptTuningConfig(**shared),
+        "p-tuning": lambda: peft.PromptEncoderConfig(**shared, encoder_hidden_size=16),
+    }[kind]()
+    heads = headstart.load(None, backbone=model, capture="off")
+    wrapped = peft.get_peft_model(model, config)
+    with pytest.raises(UserError, match="_TUNING adapters change the prompt, not the layers; supported: .* LoRA and DoRA$"):
+        wrapped.generate(**ROW, **HOW, custom_generate=heads.generate)
+    with pytest.raises(UserError, match="adapters change the prompt, not the layers"):
+        headstart.load(None, backbone=wrapped)
+    assert torch.equal(say(heads, ROW, **HOW), model.generate(**ROW, **HOW)), "the model without it"
+
+
+@pytest.mark.parametrize("installed, said", [("5.24.9", False), ("5.20.0", False), ("5.25.0.dev0", True), ("6.0.0", True)])
+def test_a_newer_version_is_named_once(
+    installed: str, said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions.transformers, "__version__", installed)
+    monkeypatch.setattr(versions, "TESTED", "5.24")
+    say_untested.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        Backbone(tiny("llama"))
+        Backbone(tiny("llama"))
+    lines = [record.getMessage() for record in caplog.records if record.name == versions.__name__]
+    known = f"transformers {installed} is newer than 5.24, the newest that headstart was tested with; "
+    assert len(lines) == int(said) and all(line.startswith(known) and line.endswith("'transformers==5.24.*'") for line in lines)
+    say_untested.cache_clear()
