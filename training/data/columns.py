@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headstart.support.chat.messages import Message, looks_like_turns, read_conversation
-from headstart.support.errors import UserError
+from headstart.support.chat.messages import Message, looks_like_turns, read_conversation, unread
+from headstart.support.errors import UserError, notice
 from headstart.support.json_text import Row
-from headstart.training.data.sample import IDS, read_tokens
+from headstart.training.data.sample import IDS, MASKS, PADDING, read_tokens
 from headstart.training.recipe.sections import Data
 
 TEXTS = ("messages", "conversations", "text")
+BESIDE = ("tools", "system")
+"""Columns that are read beside a conversation."""
 
 
 COLUMNS = (IDS, *TEXTS)
@@ -53,22 +55,29 @@ class Column:
             raise UserError(f"{where}: a conversation as JSON text among plain texts; data.format=text takes it as text")
         return value
 
-    def require(self, row: Row, where: str) -> None:
-        """Raise UserError if the row cannot be read."""
+    def require(self, row: Row, where: str) -> set[str]:
+        """Return the names of the row's fields that nothing reads. Raises UserError if the row cannot be read."""
+        columns = {name for name, value in row.items() if value is not None} - {self.name}
         if self.kind == "tokens":
             self.value(row, where)
             read_tokens(row, self.name, where, self.data.loss_on == "all")
-        else:
-            (self.messages if self.kind == "chat" else self.text)(row, where)
+            return columns - {*MASKS, PADDING, *TEXTS, *BESIDE}
+        if self.kind == "text":
+            self.text(row, where)
+            return columns
+        said = self.messages(row, where)[0]
+        return (columns - {*BESIDE}).union(*(unread(message) for message in said))
 
 
 @dataclass(frozen=True)
 class BadRows:
-    """Rows that cannot be read and are left out."""
+    """Rows that cannot be read and are left out, and fields of the others that nothing reads."""
 
     count: int = 0
     first: str = ""
     """What is wrong with the first one."""
+    unread: str = ""
+    """The names of the fields."""
 
 
 def find_column(rows: Sequence[Row], data: Data, source: str, columns: Sequence[str] = COLUMNS) -> Column:
@@ -95,10 +104,10 @@ def sound_rows(rows: list[Row], data: Data, source: str, columns: Sequence[str] 
     at least 20.
     """
     column = find_column(rows, data, source, columns)
-    sound, bad = [], BadRows()
+    sound, bad, fields = [], BadRows(), set[str]()
     for number, row in enumerate(rows, 1):
         try:
-            column.require(row, f"{source}, row {number}")
+            fields |= column.require(row, f"{source}, row {number}")
         except UserError as error:
             if data.on_bad_row == "error":
                 raise
@@ -109,7 +118,13 @@ def sound_rows(rows: list[Row], data: Data, source: str, columns: Sequence[str] 
         below = "below 1 % they are skipped" if len(rows) >= FEW else f"one of at least {FEW} is skipped"
         many = f" ({bad.count:,} of {len(rows):,} rows are bad; {below})" if len(rows) > 1 else ""
         raise UserError(f"{bad.first}{many}")
-    return sound, bad
+    return sound, replace(bad, unread=", ".join(sorted(fields)))
+
+
+def say_unread(unread: str) -> None:
+    """Name fields that nothing reads, if any: other trainers may obey one of them."""
+    if unread:
+        notice(f"rows have fields that are not read: {unread}")
 
 
 def _kind(name: str, rows: Sequence[Row], data: Data) -> Literal["tokens", "chat", "text"]:

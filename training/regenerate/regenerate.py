@@ -17,7 +17,7 @@ from tqdm import tqdm
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import FILE_SECONDS
-from headstart.training.data.columns import TEXTS, sound_rows
+from headstart.training.data.columns import TEXTS, say_unread, sound_rows
 from headstart.training.data.rows import read_rows
 from headstart.training.data.tokenise import begun_at, now
 from headstart.training.features.caching import open_kept, write_cache
@@ -118,6 +118,7 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     limits = [limit for limit in (data.limit, settings.limit) if limit is not None]
     rows = read_rows(data.name, split=data.split, subset=data.subset, limit=min(limits, default=None))
     rows, bad = sound_rows(rows, data, data.name, TEXTS)
+    say_unread(bad.unread)
     if bad.count:
         print(f"data      {bad.count:,} bad rows left out ({bad.first})", file=sys.stderr)
     items = read_items(rows * settings.samples, data, data.name)

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.support.chat.answer import Ending, Written, find_ending, written
-from headstart.support.chat.messages import ASSISTANT, Message
+from headstart.support.chat.messages import Message, is_learned
 from headstart.support.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError
 
@@ -116,8 +116,11 @@ class Chat:
         return self._turns([written(self.template, messages, tools)])[0].answer
 
     def turns(self, messages: Sequence[Message], tools: Any = None) -> list[Turn]:
-        """Return all turns of the assistant but one that opens the conversation, which answers nothing. Raises TemplateRefusal."""
-        answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i > 0]
+        """Return the turns of the assistant that are learned, but one that opens the conversation, which answers nothing.
+
+        Raises TemplateRefusal.
+        """
+        answers = [i for i, message in enumerate(messages) if i > 0 and is_learned(message)]
         return self._turns([written(self.template, messages[: i + 1], tools) for i in answers])
 
     def samples(self, messages: Sequence[Message], tools: Any = None) -> list[TokenSample]:
