@@ -255,32 +255,31 @@ def _require_usual_positions(position_ids: Tensor | None, ids_BT: Tensor, pads: 
         )
 
 
-def rope_side(backbone: Backbone, length: int, limit: int) -> bool:
-    """Return the side of the change of rotary frequencies that a sequence is on, from ``length`` to ``limit`` tokens: True if after it.
+def require_side(backbone: Backbone, length: int, turning: bool = False) -> None:
+    """Raise UserError if a text of ``length`` tokens is beyond a change of rotary frequencies and cannot be decoded there.
 
-    transformers derives the frequencies of a pass from its largest position, so all rows of a pass are on one side. Raises UserError if
-    they would change while decoding, since the tokens in the cache would have to be recomputed.
+    LongRoPE's change once: transformers reads the text again, and so does `Prompts.turns`. Others change with every token. ``turning``:
+    the text was begun before the change.
     """
-    if backbone.rope_limit is None or limit <= backbone.rope_limit:
-        return False
-    if backbone.rope_switches_once and length > backbone.rope_limit:
-        return True
-    raise _across(backbone, length, limit)
+    limit = backbone.rope_limit
+    if limit is not None and length > limit and not (backbone.rope_switches_once and (backbone.recurrent is None or not turning)):
+        raise UserError(
+            f"{backbone.name} changes its rotary frequencies beyond {limit} positions, where a text of {length} tokens cannot be decoded; "
+            "allowed: texts that end before (max_new_tokens)"
+        )
 
 
-def require_one_side(request: Request, backbone: Backbone) -> None:
-    """Raise UserError unless all rows are on one `rope_side`."""
-    T = request.ids_BT.shape[1]
-    if len({rope_side(backbone, T - pad, request.limit - pad) for pad in request.pads_B}) > 1:
-        raise _across(backbone, T, request.limit)
-
-
-def _across(backbone: Backbone, length: int, limit: int) -> UserError:
-    longer = ", or prompts of more than that" if backbone.rope_switches_once else ""
-    return UserError(
-        f"{backbone.name} changes its rotary frequencies beyond {backbone.rope_limit} positions, which these may reach (prompts up to "
-        f"{length} tokens, {limit} in all); allowed: sequences that end before (max_new_tokens){longer}"
-    )
+def require_sides(request: Request, backbone: Backbone) -> None:
+    """Raise UserError if a prompt is beyond `require_side`, or if rows that go on together, or beams, are to change sides."""
+    limit, lengths = backbone.rope_limit, [request.ids_BT.shape[1] - pad for pad in request.pads_B]
+    for length in lengths:
+        require_side(backbone, length)
+    together = request.beams is not None or (request.in_order and len(lengths) > 1)
+    if limit is not None and together and min(lengths) <= limit < request.limit - min(request.pads_B) - 1:
+        raise UserError(
+            f"{backbone.name} changes its rotary frequencies beyond {limit} positions, which beams or rows that go on together may reach; "
+            "allowed: texts that end before (max_new_tokens), prompts of more than that, one row, or no beams"
+        )
 
 
 def require_all_rows(request: Request, batch_size: int) -> None:
