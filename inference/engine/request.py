@@ -7,6 +7,7 @@ Shape suffixes: B batch, T positions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,9 +49,15 @@ def require_memory(backbone: Backbone, rows: int, positions: int, nodes: int) ->
         )
 
 
+def context_of(backbone: Backbone) -> int | None:
+    """Return how long decoded texts may become (None: no limit): the context, or up to where rotary frequencies change with every token."""
+    once = backbone.rope_switches_once and backbone.recurrent is None
+    return backbone.max_positions if once else min(backbone.max_positions or sys.maxsize, backbone.rope_limit or sys.maxsize)
+
+
 def require_room(what: str, prompt_tokens: int, max_new_tokens: int, backbone: Backbone) -> None:
     """Raise UserError unless the prompt and its answer fit into the backbone's context."""
-    context = backbone.max_positions
+    context = context_of(backbone)
     if context is not None and prompt_tokens + max_new_tokens > context:
         raise UserError(
             f"{what} has {prompt_tokens} tokens, which with max_new_tokens {max_new_tokens} exceeds the backbone's context of {context};"
@@ -256,10 +263,9 @@ def _require_usual_positions(position_ids: Tensor | None, ids_BT: Tensor, pads: 
 
 
 def require_side(backbone: Backbone, length: int, turning: bool = False) -> None:
-    """Raise UserError if a text of ``length`` tokens is beyond a change of rotary frequencies and cannot be decoded there.
+    """Raise UserError if a text of ``length`` tokens, begun before the change if ``turning``, is beyond `context_of`.
 
-    LongRoPE's change once: transformers reads the text again, and so does `Prompts.turns`. Others change with every token. ``turning``:
-    the text was begun before the change.
+    LongRoPE's frequencies change once: transformers then reads the text again, and so does `Prompts.turns`.
     """
     limit = backbone.rope_limit
     if limit is not None and length > limit and not (backbone.rope_switches_once and (backbone.recurrent is None or not turning)):

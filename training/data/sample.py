@@ -83,33 +83,33 @@ def read_tokens(row: Row, column: str, where: str, everything: bool) -> list[Sam
     """
     if not has_mask(row) and not everything:
         raise UserError(f"{where} has {column} without {MASK}; add it (1 for tokens to learn), or set data.loss_on=all")
-    ids, masks = row[column], {name: row[name] for name in (*MASKS, PADDING) if row.get(name) is not None}
+    ids, named = row[column], (PADDING,) if everything else (*MASKS, PADDING)
+    masks = {name: row[name] for name in named if row.get(name) is not None}
     if not (isinstance(ids, list) and ids and isinstance(ids[0], list)):
-        return [_sample(ids, masks, column, where, everything)]
-    other = next((name for name, values in masks.items() if not isinstance(values, list) or len(values) != len(ids)), None)
-    if other is not None:
-        found = len(masks[other]) if isinstance(masks[other], list) else type(masks[other]).__name__
-        raise UserError(f"{where}: {column} has {len(ids)} samples and {other} {found}; give as many")
-    several = [(one, {name: values[i] for name, values in masks.items()}) for i, one in enumerate(ids)]
-    return [_sample(one, own, column, where, everything) for one, own in several]
+        return [_sample(ids, masks, column, where)]
+    for name, values in masks.items():
+        if not isinstance(values, list) or len(values) != len(ids):
+            found = len(values) if isinstance(values, list) else type(values).__name__
+            raise UserError(f"{where}: {column} has {len(ids)} samples and {name} {found}; give as many")
+    return [_sample(one, {name: values[i] for name, values in masks.items()}, column, where) for i, one in enumerate(ids)]
 
 
-def _sample(ids: Any, masks: dict[str, Any], column: str, where: str, everything: bool) -> Sample:
+def _sample(ids: Any, masks: dict[str, Any], column: str, where: str) -> Sample:
     tokens = _ids(ids, column, where)
     labels, real = [True] * len(tokens), [True] * len(tokens)
     for name, mask in masks.items():
-        if everything and name != PADDING:
-            continue
-        allowed = [(token, IGNORED) if name == LABELS else (0, 1) for token in tokens]
-        if not isinstance(mask, list) or len(mask) != len(tokens) or not all(map(lambda value, two: value in two, mask, allowed)):
+        left_out = IGNORED if name == LABELS else 0
+        allowed = [(left_out, token if name == LABELS else 1) for token in tokens]
+        if (
+            not isinstance(mask, list)
+            or len(mask) != len(tokens)
+            or any(value not in two for value, two in zip(mask, allowed, strict=True))
+        ):
             found = f"{len(mask)} values" if isinstance(mask, list) else type(mask).__name__
             values = f"the tokens of {column}, or {IGNORED} for those not to learn" if name == LABELS else "zeros and ones"
             raise UserError(f"{where}: {name} is a list of {values}, one for each of the {len(tokens)} tokens of {column}; got {found}")
-        if name == PADDING:
-            real = [bool(value) for value in mask]
-        else:
-            left_out = IGNORED if name == LABELS else 0
-            labels = [label and value != left_out for label, value in zip(labels, mask, strict=True)]
+        counted = real if name == PADDING else labels
+        counted[:] = [one and value != left_out for one, value in zip(counted, mask, strict=True)]
     return Sample.of(list(compress(tokens, real)), list(compress(labels, real)))
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from headstart.support.chat.messages import shortened
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import FILE_SECONDS
@@ -130,10 +131,11 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
         _answer(responder, missing, partial, Progress(len(items), len(missing), settings.max_new_tokens))
         seconds, tokens = time.perf_counter() - start, partial.counts["tokens"] - before
         written = partial.finish()
-        counts, detail = partial.counts, partial.detail
+        counts, detail, set_aside = partial.counts, partial.detail, partial.set_aside
     report = {
         "out": str(out), "rows": len(items), "rows_written": written, "rows_dropped": len(items) - written, "turns": counts["turns"],
         "tokens": counts["tokens"], **{error: counts[error] for error in ERRORS}, "rows_resumed": len(items) - len(missing),
+        "set_aside": set_aside,
         "seconds": seconds, "tokens_per_second": tokens / seconds, **responder.report(),
     }  # fmt: skip
     _print(report, recipe, detail)
@@ -225,7 +227,9 @@ def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
     again = {"data.format": recipe.data.format != "auto", "data.column": recipe.data.column is not None}
     reset = "".join(f" {key}={'auto' if key == 'data.format' else 'null'}" for key, needed in again.items() if needed)
     tau = f", mean acceptance length (tau) {report['tau']:.2f}" if "tau" in report else ""
-    errors = {error: f"{text}{f' ({detail})' if error == 'refused' else ''}" for error, text in ERRORS.items() if report[error]}
+    rows = {error: f": rows {shortened(sorted(numbers))}" for error, numbers in report["set_aside"].items() if numbers}
+    details = {"refused": f" ({detail})"}
+    errors = {error: f"{text}{details.get(error, '')}{rows.get(error, '')}" for error, text in ERRORS.items() if report[error]}
     print(
         "\n".join(
             [
