@@ -15,6 +15,8 @@ from headstart.training.recipe.sections import Data
 TEXTS = ("messages", "conversations", "text")
 BESIDE = ("tools", "system")
 """Columns that are read beside a conversation."""
+NUMBER = "row"
+"""The column in which `headstart regenerate` writes where a row is from."""
 
 
 COLUMNS = (IDS, *TEXTS)
@@ -57,7 +59,7 @@ class Column:
 
     def require(self, row: Row, where: str) -> set[str]:
         """Return the names of the row's fields that nothing reads. Raises UserError if the row cannot be read."""
-        columns = {name for name, value in row.items() if value is not None} - {self.name}
+        columns = {name for name, value in row.items() if value is not None} - {self.name, NUMBER}
         if self.kind == "tokens":
             self.value(row, where)
             read_tokens(row, self.name, where, self.data.loss_on == "all")

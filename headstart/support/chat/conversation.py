@@ -116,10 +116,7 @@ class Chat:
         return self._turns([written(self.template, messages, tools)])[0].answer
 
     def turns(self, messages: Sequence[Message], tools: Any = None) -> list[Turn]:
-        """Return the turns of the assistant that are learned, but one that opens the conversation, which answers nothing.
-
-        Raises TemplateRefusal.
-        """
+        """Return the assistant's turns that are learned, but one that opens the conversation: it answers none. Raises TemplateRefusal."""
         answers = [i for i, message in enumerate(messages) if i > 0 and is_learned(message)]
         return self._turns([written(self.template, messages[: i + 1], tools) for i in answers])
 

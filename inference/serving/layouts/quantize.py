@@ -2,9 +2,8 @@
 
 Weights alone are quantised; engines multiply them with activations in the model's dtype. ``fp8`` stores ``weight`` (float8_e4m3fn) and
 ``weight_scale``; ``int8`` stores four values in each int32 of ``weight_packed``, ``weight_scale`` and ``weight_shape``. Norms, the output
-layer and ``fc`` stay as they are: SGLang's ``fc`` is an ordinary linear layer, which would take 8-bit values for weights.
-
-What others quantise in that layout is read too, in 4 bits and with scales per group.
+layer and ``fc`` stay as they are: SGLang's ``fc`` is an ordinary linear layer, which would take 8-bit values for weights. What others
+quantise in that layout is read too, in 4 bits and with scales per group.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from headstart.support.errors import UserError
 
 How = Literal["int8", "fp8"]
 QUANTIZED = re.compile(r"(midlayer|layers\.\d+)\.(self_attn|mlp)\.\w+_proj\.weight")
-FORMATS = {"int8": "pack-quantized", "fp8": "float-quantized"}
+FORMATS: dict[How, str] = {"int8": "pack-quantized", "fp8": "float-quantized"}
 READ = (*FORMATS.values(), "int-quantized", "naive-quantized")
 """Formats of compressed-tensors that are read: values of one number each with a scale."""
 ASYMMETRIC = ("_zero_point", "_g_idx")

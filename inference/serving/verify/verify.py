@@ -146,10 +146,8 @@ def _round_as_stored(drafter: Drafter, files: Files) -> None:
     if files.quantised:
         whole = {name: tensor.detach().to(dtype) for name, tensor in drafter.tensors().items()}
         if (how := own_way(files.config)) is None:
-            raise UserError(
-                f"{files.path} is quantised in another way than export --quantize does, which no heads of Headstart draft alike; "
-                "measure it without --heads, or import it"
-            )
+            other = "is quantised in another way than export --quantize does, which no heads of Headstart draft alike"
+            raise UserError(f"{files.path} {other}; measure it without --heads, or import it")
         drafter.load_tensors(dequantized(*quantized({}, whole, how)))
 
 

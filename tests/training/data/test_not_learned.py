@@ -124,7 +124,14 @@ def test_labels_of_other_tokens_are_refused() -> None:
 
 
 def test_what_nothing_reads_is_named_at_every_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    extra = {"chat_template_kwargs": {"enable_thinking": False}, "documents": [], "loss_mask": [1], "absent": None, "system": "Be brief."}
+    extra = {
+        "chat_template_kwargs": {"enable_thinking": False},
+        "documents": [],
+        "loss_mask": [1],
+        "absent": None,
+        "system": "Be brief.",
+        "row": 3,
+    }
     rows = [{"messages": talk(train_detail=[], name="x")} | extra, {"messages": [talk()[0] | {"train": True}, *talk()[1:]]}]
     write_rows(tmp_path / "rows.jsonl", rows)
     for _ in range(2):  # the second one takes the tokens of the first
