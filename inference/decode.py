@@ -129,7 +129,7 @@ class Decoder:
         """The noise ``[B, P, V]`` for the picks at levels ``first`` to ``end - 1``; None at temperature 0."""
         if self.noise is None:
             return None
-        positions = [self.prompts.length(number) + len(self.texts.of[number].written) + first for number in self.rows]
+        positions = [self.prompts.end(number, len(self.texts.of[number].written)) + first for number in self.rows]
         return self.noise.of(self.rows, positions, end - first)
 
     def _noise_by_node(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
@@ -158,7 +158,7 @@ class Decoder:
         self.cache.keep(paths, list(map(len, paths)))
         for source in self.speculation.sources:
             source.extend(accepted)
-        self.over = [b for b, number in enumerate(self.rows) if not self.texts.goes_on(number)]
+        self.over = [b for b, number in enumerate(self.rows) if self._leaves(number)]
 
     # Admitting.
 
@@ -169,8 +169,9 @@ class Decoder:
         """
         while self.over or self.waiting:
             free = not self.over
-            self._remove(self.over[len(self.waiting) :])
-            numbers = self.waiting[: len(self.over) or self.batch - len(self.rows)]
+            ready = self._ready()
+            self._remove(self.over[len(ready) :])
+            numbers = ready[: len(self.over) or self.batch - len(self.rows)]
             if not self.request.in_order:  # else all rows begin together
                 numbers = self._of_similar_length(numbers)
             if not numbers:
@@ -180,6 +181,21 @@ class Decoder:
             if free and not self.over:
                 break
         return bool(self.rows)
+
+    def _leaves(self, number: int) -> bool:
+        """True if a row is given up: its text has ended, or waits to be read again."""
+        if not self.texts.goes_on(number):
+            return True
+        if turns := self.prompts.turns(number, self.texts.of[number].written):
+            self.waiting.append(number)
+        return turns
+
+    def _ready(self) -> list[int]:
+        """The waiting sequences that may begin beside the rows that go on, whose rotary frequencies are the same; all begin in one way."""
+        going = [number for b, number in enumerate(self.rows) if b not in {*self.over}]
+        before = self.prompts.is_before((going or self.waiting or [0])[0])
+        found = [number for number in self.waiting if self.prompts.is_before(number) == before]
+        return [number for number in found if (number in self.prompts.again) == (found[0] in self.prompts.again)]
 
     def _of_similar_length(self, numbers: list[int]) -> list[int]:
         """As many of these sequences as are worth a prefill together: with little padding, the shortest prompts first."""
@@ -205,6 +221,11 @@ class Decoder:
 
     def _start(self, numbers: list[int]) -> None:
         """Prefill the prompts of these sequences and pick their first tokens: rows in places of `over`, or after the others."""
+        if numbers[0] in self.prompts.again:
+            roots = [self.texts.of[number].written[-1] for number in numbers]
+            features, cache = self.prompts.read_again(numbers, roots)
+            self._place(numbers, roots, cache, features)
+            return
         features, cache, logits_B1V = self.prompts.prefill(numbers)
         scores_B1V = self._scores(logits_B1V, numbers, None)
         noise_B1V = None
@@ -237,7 +258,7 @@ class Decoder:
                 source.select(order)
         rows, picked = [self.rows[b] for b in going] + numbers, [self.roots[b] for b in going] + roots
         self.rows, self.roots = [rows[i] for i in order], [picked[i] for i in order]
-        ended = [place for place, number in zip(places, numbers, strict=True) if not self.texts.goes_on(number)]
+        ended = [place for place, number in zip(places, numbers, strict=True) if self._leaves(number)]
         self.over = sorted(self.over[len(replaced) :] + ended)
 
     def _scores(self, logits_BNV: Tensor, numbers: list[int], tree: CandidateTree | None) -> Tensor:

@@ -29,7 +29,7 @@ from headstart.inference.capture.watch import dependencies
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.noise import row_seeds
-from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_one_side
+from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_sides
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.handover import entry, handed_streamer, turn
 from headstart.inference.output import GenerateOutput, output_of
@@ -156,7 +156,7 @@ class SpeculativeModel:
         require_same_model(self.backbone, model)
         streamer = handed_streamer(model) if streamer is None else streamer
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
-        require_one_side(request, self.backbone)
+        require_sides(request, self.backbone)
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
         if batch_size is not None:
             require_count("batch_size", batch_size, of="generate")

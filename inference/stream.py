@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.request import Request, require_memory, rope_side
+from headstart.inference.engine.request import Request, require_memory, require_side
 from headstart.inference.engine.tree import Pass, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.handover import turn
@@ -95,23 +95,17 @@ class _Rows:
     def __init__(self, decoder: Decoder, take: Callable[[], Prompt | None], queue: Queue) -> None:
         self.decoder, self.take, self.queue = decoder, take, queue
         self.live: dict[int, Prompt] = {}
-        self.held: Prompt | None = None
-        """A prompt on the other `rope_side`, which waits until the others have ended."""
-        self.after = False
 
     def fill(self) -> dict[int, Prompt]:
         """Take prompts for the free rows; returns what is being continued."""
         backbone, device = self.decoder.reader.backbone, self.decoder.device
-        while len(self.live) < self.queue.batch_size and (prompt := self.held or self.take()) is not None:
+        while len(self.live) < self.queue.batch_size and (prompt := self.take()) is not None:
             length = len(prompt.ids_T)
             limit = length + self.queue.settings.max_new_tokens
-            after = rope_side(backbone, length, limit)
-            self.held = prompt if self.live and after != self.after else None
-            if self.held is not None:
-                break
+            require_side(backbone, length)
             require_memory(backbone, len(self.live) + 1, length, 1)
             number = next(number for number in count() if number not in self.live)
-            self.live[number], self.after = prompt, after
+            self.live[number] = prompt
             self.decoder.put(number, prompt.ids_T.to(device), limit, prompt.seed)
         return self.live
 

@@ -20,6 +20,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import require_savable
+from headstart.inference.engine.request import context_of
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
@@ -119,7 +120,7 @@ def prepare(recipe: Recipe) -> Run:
         if counts is not None and trainer.drafter.vocabulary is not None:
             trainer.coverage = coverage_report(counts, trainer.drafter.vocabulary)
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process, state.progress.get("wandb") if state else None)
-    eval_prompts = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
+    eval_prompts = prompts(splits.eval, recipe.eval, context_of(backbone) or sys.maxsize)
     origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
     run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
     if state is not None:

@@ -23,7 +23,7 @@ from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
 from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
-from headstart.heads.backbone.probes import decoder_layers, decoder_of, probe, width_of
+from headstart.heads.backbone.probes import base_of, decoder_layers, probe, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import Recurrent
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
@@ -60,7 +60,7 @@ class Backbone:
         self.config = model.config.get_text_config()
         if model.config.is_encoder_decoder:
             raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
-        self.base: nn.Module = model.base_model if model.base_model is not model else decoder_of(model)  # Llama-4's is itself
+        self.base: nn.Module = base_of(model)
         self._cache = cache_argument(self.base)
         self.embed: Any = model.get_input_embeddings()
         self.unembed: Any = model.get_output_embeddings()

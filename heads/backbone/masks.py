@@ -26,6 +26,8 @@ def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[st
     """Map each kind of attention layer to its window size (None: unlimited). Raises UserError for layers of an unknown kind."""
     if config.get("model_type") in ALIBI:
         raise UserError(follows_no_mask(model))
+    if config.get("cross_attention_layers"):
+        raise UserError(f"{type(model).__name__} has layers of cross-attention to images, which keep no keys of a text; {TRAINABLE}")
     # Without layer_types all layers share one window (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo has attention_layers instead.
     alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
     kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
@@ -42,6 +44,14 @@ def follows_no_mask(model: PreTrainedModel) -> str:
     """Return what is wrong with a model that reads no trees."""
     fault = f"{type(model).__name__} does not follow a 4-D attention mask and explicit positions, so it can't read trees"
     return f"{fault}; use one that does; {TRAINABLE}"
+
+
+def reads_ahead(model: PreTrainedModel) -> str:
+    """Return what is wrong with a model whose hidden states depend on tokens after them in a pass."""
+    fault = (
+        f"{type(model).__name__} computes other hidden states where more tokens follow in a pass, as with one dynamic scale for all of them"
+    )
+    return f"{fault}, so trees change its tokens; use another quantization, or none; {TRAINABLE}"
 
 
 def additive_mask(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:

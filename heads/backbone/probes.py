@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from headstart.heads.backbone.adapter import require_no_prompt
-from headstart.heads.backbone.masks import attention_windows, follows_no_mask
+from headstart.heads.backbone.masks import attention_windows, follows_no_mask, reads_ahead
 from headstart.heads.backbone.recurrent import TRAINABLE, Branch, Recurrent, find_recurrent
 from headstart.heads.backbone.versions import CACHE
 from headstart.support.errors import UserError
@@ -90,7 +90,9 @@ def require_masks(backbone: Backbone) -> None:
     except (TypeError, ValueError, RuntimeError):
         beside = None
     if beside is None or (beside - alone).abs().max().item() > 0.05 * alone.abs().max().item():
-        raise UserError(follows_no_mask(backbone.model))
+        early, within = (backbone.read(some).hidden_BTD[:, :2] for some in (tokens[:, :2], tokens))
+        later = (early - within).abs().max().item() > 0.005 * early.abs().max().item()
+        raise UserError(reads_ahead(backbone.model) if later else follows_no_mask(backbone.model))
 
 
 POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -146,7 +148,7 @@ def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
         raise UserError(f"these heads are on another model object ({backbone.name}); load them with backbone=this model")
     require_weights(model)
     require_no_prompt(model)
-    parts = (model.base_model, model.get_input_embeddings(), model.get_output_embeddings())
+    parts = (base_of(model), model.get_input_embeddings(), model.get_output_embeddings())
     if parts != (backbone.base, backbone.embed, backbone.unembed) or backbone.unembed.weight.shape[0] != backbone.vocab:
         raise UserError("the model's embedding, output layer or decoder was replaced or resized since heads were loaded; load them anew")
     if model._forward_hooks or model._forward_pre_hooks:
@@ -157,6 +159,11 @@ def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
     if (forward := vars(model).get("forward")) is not backbone.forward:
         with backbone.evaluation():
             backbone.postprocess, backbone.forward = find_postprocessing(backbone), forward
+
+
+def base_of(model: PreTrainedModel) -> nn.Module:
+    """Return the model without its output layer; of one that is its own base, as Llama-4, the decoder."""
+    return model.base_model if model.base_model is not model else decoder_of(model)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

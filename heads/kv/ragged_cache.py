@@ -172,6 +172,7 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()
         self.cache, self.group, self.place = cache, group, place
         self.is_initialized = True
+        self.keys = self.values = torch.empty(0)  # Mllama asks whether there are any
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass

@@ -56,7 +56,7 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
     parser.add_argument("--prompts", action="extend", nargs="+", required=prompts_required, metavar="FILE", help=sets)
     parser.add_argument("--limit", type=count(1), metavar="N", help="the first N prompts of each file only")
     parser.add_argument("--per-task", type=count(1), metavar="N", help="the first N prompts of each task only")
-    parser.add_argument("--skip-long", action="store_true", help="skip prompts that do not fit the context (default: an error)")
+    parser.add_argument("--skip-long", action="store_true", help="prompts that do not fit the context are no reason for exit status 1")
     parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="tokens of a plain text that are the prompt (64)")
     parser.add_argument("--temperature", type=temperature, action="extend", nargs="+", metavar="T", help="one or several; 0: greedy (0)")
     parser.add_argument(
@@ -79,7 +79,7 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Benchmark heads and write the report; the exit status is 1 if tokens or logits differ by more than rounding."""
+    """Benchmark heads and write the report; the exit status is 1 if something differs by more than rounding, or was too long."""
     with waiting("importing torch and transformers"):
         from headstart.inference.bench.bench import compare
         from headstart.inference.compile_model import compile_lacking
@@ -102,7 +102,7 @@ def bench(args: argparse.Namespace) -> int:
         del report["replays"]  # for the page only
     write_json(args.json, report)
     print_report(report, sys.stdout)
-    return 1 if report["verdict"] == FAULT else 0
+    return 1 if report["verdict"] == FAULT or (report["dropped_prompts"] and not args.skip_long) else 0
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,6 @@ def bench_plan(args: argparse.Namespace) -> Plan:
         fixed_trees=(fixed[0], fixed[1]) if args.also_fixed_tree else None,
         also_alone=args.also_alone,
         batches=tuple(dict.fromkeys(args.batch_size or [1])),
-        skip_long=args.skip_long,
         rounds=args.rounds,
     )
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.versions import CACHE
+from headstart.inference.engine.request import context_of
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text, said
 from headstart.support.chat.prompts import Message, Prompter
@@ -71,7 +72,7 @@ class Chat:
         """Generate an answer, streamed to ``painter``; KeyboardInterrupt stops it. Raises UserError if the context is full."""
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt_T = self.prompter.converse(messages)
-        context = self.heads.backbone.max_positions
+        context = context_of(self.heads.backbone)
         room = self.settings.max_new_tokens if context is None else context - len(prompt_T)
         if room < 1:
             raise UserError(f"the conversation has {len(prompt_T)} tokens, the backbone's context {context}; /reset begins a new one")

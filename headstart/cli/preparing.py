@@ -147,13 +147,14 @@ def add_regenerate(parser: argparse.ArgumentParser) -> None:
 
 
 def regenerate(args: argparse.Namespace) -> int:
-    """Replace the answers of a dataset by the backbone's own."""
+    """Replace the answers of a dataset by the backbone's own; the exit status is 1 if rows could not be asked."""
     from headstart.support.files import write_json
     from headstart.training.recipe.recipe import load_recipe
     from headstart.training.regenerate.regenerate import write_answers
 
-    write_json(args.json, write_answers(load_recipe(args.recipe, args.overrides), compile_first=not args.no_compile))
-    return 0
+    report = write_answers(load_recipe(args.recipe, args.overrides), compile_first=not args.no_compile)
+    write_json(args.json, report)
+    return 1 if any(report["set_aside"].values()) else 0
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ from headstart.inference.bench.page import record, samples
 from headstart.inference.bench.results import References, Sizes, baseline, busy, memory_bandwidth, result, weight_bytes
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
 from headstart.inference.bench.timing import OtherPrograms
-from headstart.inference.engine.request import require_room
+from headstart.inference.engine.request import context_of, require_room
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally
@@ -112,7 +112,7 @@ class Race:
 
     def _next(self, asked: dict[int, Prompt], prompter: Prompter, progress: tqdm) -> dict[int, Prompt]:
         """The next question of each conversation, after the answer to the previous one."""
-        context = self.leader.system.backbone.max_positions
+        context = context_of(self.leader.system.backbone)
         following: dict[int, Prompt] = {}
         for i, prompt in asked.items():
             if not prompt.later:
@@ -149,8 +149,6 @@ class Plan:
     """Also measure the trained heads without proposers, in trees of these shapes (greedy, sampled)."""
     also_alone: bool = False
     """Also measure the trained heads without proposers, in the trees of the others."""
-    skip_long: bool = False
-    """Drop prompts that leave no room in the context, instead of refusing them."""
     rounds: int = 1
     """How often every system continues all prompts, in turns with the others."""
     replay: bool = False
@@ -172,14 +170,14 @@ def compare(
     """Measure all systems. The report has an entry for each system, temperature and batch size, in two lists: baselines and heads.
 
     ``heads``: pairs of a name for the report and a model, all on one backbone. ``prompter``: needed for later turns and sample outputs.
-    ``others``: further baselines. Raises UserError if a prompt leaves no room in the context.
+    ``others``: further baselines. Prompts that leave no room in the context are set aside. Raises UserError if all do.
     """
     backbone = heads[0][1].backbone
-    fitting = those_that_fit(prompts, plan, backbone)
+    fitting, too_long = those_that_fit(prompts, plan, backbone)
     ar = HeadstartSystem(AR, SpeculativeModel(backbone, capture=heads[0][1].capture))
     ar_transformers = TransformersSystem(AR_TRANSFORMERS, backbone)
     drafting, judging = _drafting_systems(heads, plan), Judging(backbone)
-    report = _header(backbone, fitting, plan) | {"dropped_prompts": len(prompts) - len(fitting)}
+    report = _header(backbone, fitting, plan) | {"dropped_prompts": len(too_long), "set_aside": too_long}
     for temperature in plan.temperatures:
         first: SystemResult | None = None
         for batch in plan.batches:
@@ -244,18 +242,13 @@ def _alone(heads: SpeculativeModel) -> SpeculativeModel:
     return alone
 
 
-def those_that_fit(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> list[Prompt]:
-    """All prompts or, with ``skip_long``, those that leave room for an answer."""
-    if not plan.skip_long:
-        for number, prompt in enumerate(prompts, 1):
-            require_room(f"prompt {number}", len(prompt.ids_T), plan.max_new_tokens, backbone)
-        return list(prompts)
-    context = backbone.max_positions or sys.maxsize
-    fitting = [prompt for prompt in prompts if len(prompt.ids_T) + plan.max_new_tokens <= context]
+def those_that_fit(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> tuple[list[Prompt], list[int]]:
+    """Return the prompts that leave room for an answer, and the numbers of the others, from 1. Raises UserError if none does."""
+    longest = (context_of(backbone) or sys.maxsize) - plan.max_new_tokens
+    fitting = [prompt for prompt in prompts if len(prompt.ids_T) <= longest]
     if not fitting:
-        shortest = min(len(prompt.ids_T) for prompt in prompts)
-        require_room("the shortest prompt", shortest, plan.max_new_tokens, backbone)
-    return fitting
+        require_room("the shortest prompt", min(len(prompt.ids_T) for prompt in prompts), plan.max_new_tokens, backbone)
+    return fitting, [number for number, prompt in enumerate(prompts, 1) if len(prompt.ids_T) > longest]
 
 
 def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE, TITLES, name, sentence, setting
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS
+from headstart.support.chat.messages import shortened
 from headstart.support.terminal import Table, show
 
 Row = dict[str, Any]
@@ -152,7 +153,9 @@ def header(report: Row) -> list[str]:
         f" takes ({report['weight_bytes'] / 1e6:.1f} MB per forward pass)",
     ]
     if report["dropped_prompts"] or report["dropped_turns"]:
-        lines.append(f"dropped, too long for the context: {report['dropped_prompts']} prompts, {report['dropped_turns']} later turns")
+        named = f" {shortened(report['set_aside'])}" if report["set_aside"] else ""
+        prompts = f"{report['dropped_prompts']} prompts{named}"
+        lines.append(f"dropped, too long for the context: {prompts}, {report['dropped_turns']} later turns")
     return lines
 
 

@@ -95,6 +95,8 @@ class Judge:
 
     def _read(self, text: Text, ids_T: Tensor, kept_NV: Tensor | None) -> Judgement:
         hidden_TD = self.backbone.read(ids_T[None, :-1]).hidden_BTD[0]
+        if text.prompt <= (turn := self.backbone.rope_limit or 0) < len(hidden_TD):  # decoded with other rotary frequencies up to there
+            hidden_TD = torch.cat([self.backbone.read(ids_T[None, :turn]).hidden_BTD[0], hidden_TD[turn:]])
         found, step = Judgement(text.written), max(1, MOST_LOGITS // self.backbone.vocab)
         for first in range(0, text.written, step):
             end = min(first + step, text.written)

@@ -7,6 +7,7 @@ Shape suffixes: B batch, T positions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,9 +50,15 @@ def require_memory(backbone: Backbone, rows: int, positions: int, nodes: int) ->
         )
 
 
+def context_of(backbone: Backbone) -> int | None:
+    """Return how long decoded texts may become (None: no limit): the context, or up to where rotary frequencies change with every token."""
+    once = backbone.rope_switches_once and backbone.recurrent is None
+    return backbone.max_positions if once else min(backbone.max_positions or sys.maxsize, backbone.rope_limit or sys.maxsize)
+
+
 def require_room(what: str, prompt_tokens: int, max_new_tokens: int, backbone: Backbone) -> None:
     """Raise UserError unless the prompt and its answer fit into the backbone's context."""
-    context = backbone.max_positions
+    context = context_of(backbone)
     if context is not None and prompt_tokens + max_new_tokens > context:
         raise UserError(
             f"{what} has {prompt_tokens} tokens, which with max_new_tokens {max_new_tokens} exceeds the backbone's context of {context};"
@@ -256,32 +263,30 @@ def _require_usual_positions(position_ids: Tensor | None, ids_BT: Tensor, pads: 
         )
 
 
-def rope_side(backbone: Backbone, length: int, limit: int) -> bool:
-    """Return the side of the change of rotary frequencies that a sequence is on, from ``length`` to ``limit`` tokens: True if after it.
+def require_side(backbone: Backbone, length: int, turning: bool = False) -> None:
+    """Raise UserError if a text of ``length`` tokens, begun before the change if ``turning``, is beyond `context_of`.
 
-    transformers derives the frequencies of a pass from its largest position, so all rows of a pass are on one side. Raises UserError if
-    they would change while decoding, since the tokens in the cache would have to be recomputed.
+    LongRoPE's frequencies change once: transformers then reads the text again, and so does `Prompts.turns`.
     """
-    if backbone.rope_limit is None or limit <= backbone.rope_limit:
-        return False
-    if backbone.rope_switches_once and length > backbone.rope_limit:
-        return True
-    raise _across(backbone, length, limit)
+    limit = backbone.rope_limit
+    if limit is not None and length > limit and not (backbone.rope_switches_once and (backbone.recurrent is None or not turning)):
+        raise UserError(
+            f"{backbone.name} changes its rotary frequencies beyond {limit} positions, where a text of {length} tokens cannot be decoded; "
+            "allowed: texts that end before (max_new_tokens)"
+        )
 
 
-def require_one_side(request: Request, backbone: Backbone) -> None:
-    """Raise UserError unless all rows are on one `rope_side`."""
-    T = request.ids_BT.shape[1]
-    if len({rope_side(backbone, T - pad, request.limit - pad) for pad in request.pads_B}) > 1:
-        raise _across(backbone, T, request.limit)
-
-
-def _across(backbone: Backbone, length: int, limit: int) -> UserError:
-    longer = ", or prompts of more than that" if backbone.rope_switches_once else ""
-    return UserError(
-        f"{backbone.name} changes its rotary frequencies beyond {backbone.rope_limit} positions, which these may reach (prompts up to "
-        f"{length} tokens, {limit} in all); allowed: sequences that end before (max_new_tokens){longer}"
-    )
+def require_sides(request: Request, backbone: Backbone) -> None:
+    """Raise UserError if a prompt is beyond `require_side`, or if rows that go on together, or beams, are to change sides."""
+    limit, lengths = backbone.rope_limit, [request.ids_BT.shape[1] - pad for pad in request.pads_B]
+    for length in lengths:
+        require_side(backbone, length)
+    together = request.beams is not None or (request.in_order and len(lengths) > 1)
+    if limit is not None and together and min(lengths) <= limit < request.limit - min(request.pads_B) - 1:
+        raise UserError(
+            f"{backbone.name} changes its rotary frequencies beyond {limit} positions, which beams or rows that go on together may reach; "
+            "allowed: texts that end before (max_new_tokens), prompts of more than that, one row, or no beams"
+        )
 
 
 def require_all_rows(request: Request, batch_size: int) -> None:

@@ -65,6 +65,8 @@ class Rounding:
 
         Begins with wide pieces, of which there are few, and with no further width after ``seconds``.
         """
+        if prompt <= (turn := self.backbone.rope_limit or 0):  # pieces after a change of rotary frequencies differ by more than rounding
+            ids_T = ids_T[:turn]
         deadline, start = time.perf_counter() + seconds, min(max(prompt, len(ids_T) - REGION), len(ids_T) - 1)
         expected_RV = self._whole(ids_T, start)
         with nudged(self.backbone.layers):

@@ -21,8 +21,9 @@ from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.engine.continued import Continued
 from headstart.inference.engine.processing import History
 from headstart.inference.engine.reader import Reader
-from headstart.inference.engine.request import Request
+from headstart.inference.engine.request import Request, require_side
 from headstart.inference.engine.tree import TREE_SIZES
+from headstart.support.pytree import map_tensors
 
 
 class Prompts:
@@ -33,11 +34,14 @@ class Prompts:
         self.rows = {number: ids_T[pad:] for number, (ids_T, pad) in enumerate(zip(request.ids_BT, request.pads_B, strict=True))}
         self.limits = {number: request.limit - pad for number, pad in enumerate(request.pads_B)}
         """The length at which each sequence ends, its prompt included."""
+        self.again: dict[int, int] = {}
+        """The sequences to be read again with other rotary frequencies -> tokens written that count as prompt then."""
         self._start(request.limit)
 
     def put(self, number: int, ids_T: Tensor, limit: int) -> None:
         """Add a prompt, or replace that of a sequence which has ended."""
         self.rows[number], self.limits[number] = ids_T, limit
+        self.again.pop(number, None)
         self._start(limit)
 
     def _start(self, limit: int) -> None:
@@ -46,6 +50,34 @@ class Prompts:
     def length(self, number: int) -> int:
         """The number of tokens of one prompt."""
         return len(self.rows[number])
+
+    def end(self, number: int, written: int) -> int:
+        """The length of a text of so many written tokens."""
+        return self.length(number) + written - self.again.get(number, 0)
+
+    def is_before(self, number: int) -> bool:
+        """True if a sequence is read with the rotary frequencies of short texts."""
+        return number not in self.again and self.length(number) <= (self.reader.backbone.rope_limit or 0)
+
+    def turns(self, number: int, written: list[int]) -> bool:
+        """True if the last token is the first one beyond a change of rotary frequencies: the text is to be read again, up to that token.
+
+        Raises UserError where that does not help.
+        """
+        end, backbone = self.end(number, len(written)), self.reader.backbone
+        if not self.is_before(number) or end <= (backbone.rope_limit or 0):
+            return False
+        require_side(backbone, end, turning=True)
+        self.rows[number] = torch.cat([self.rows[number], self.rows[number].new_tensor(written[:-1])])
+        self.again[number] = len(written) - 1
+        return True
+
+    def read_again(self, numbers: list[int], roots: list[int]) -> tuple[Features, RaggedCache]:
+        """Prefill texts that `turns`, which are equally long; the roots are read too, since the last position decides, and forgotten."""
+        texts_BT = torch.stack([torch.cat([self.rows[n], self.rows[n].new_tensor([root])]) for n, root in zip(numbers, roots, strict=True)])
+        lengths_B = torch.full((len(numbers),), texts_BT.shape[1] - 1, device=texts_BT.device)
+        features, cache = self.reader.prompts(texts_BT, lengths_B)
+        return map_tensors(lambda value_BT: value_BT[:, :-1], features), cache
 
     def tokens(self, number: int) -> list[int]:
         """The tokens of one prompt."""
@@ -70,7 +102,9 @@ class Prompts:
         most = backbone.max_positions or 1 << 31
         if not past_limit or backbone.rope_limit is not None:
             most = min(most, self.limits[number])
-        return most - self.length(number) - written
+        if self.is_before(number):  # no drafts beyond the change
+            most = min(most, backbone.rope_limit or 0)
+        return most - self.end(number, written)
 
 
 @dataclass

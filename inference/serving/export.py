@@ -28,7 +28,7 @@ from headstart.inference.serving.engines import (
     require_quantizable,
 )
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype, read_checkpoint
-from headstart.inference.serving.layouts.files import new_folder, require_new
+from headstart.inference.serving.layouts.files import PROVENANCE, new_folder, require_new
 from headstart.inference.serving.layouts.layout import ServedLayout, layouts_of
 from headstart.inference.serving.layouts.quantize import How
 from headstart.support.errors import UserError
@@ -36,8 +36,6 @@ from headstart.support.json_text import read_json
 
 BACKBONE = "backbone"
 """Folder of a merged backbone inside the exported folder."""
-PROVENANCE = "headstart_export.json"
-"""File of an exported folder that says what was exported, for `headstart verify`."""
 TEMPLATE = "chat_template.jinja"
 """File of a chat template that the recipe has set."""
 FORMAT = 1

@@ -20,8 +20,7 @@ from headstart.heads.methods import construct_drafter, require_weights
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts, measure_tau
-from headstart.inference.serving.export import PROVENANCE
-from headstart.inference.serving.layouts.files import Files, read_files, require_new
+from headstart.inference.serving.layouts.files import PROVENANCE, Files, read_files, require_new
 from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, layouts, recognise
 from headstart.support.chat.prompts import Prompter, read_prompts
 from headstart.support.chat.template import ChatSettings
@@ -89,7 +88,7 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code, wishes.template_kwargs)
     measured = measure(list(zip(readings, drafters, strict=True)), prompts, wishes.new_tokens)
     best, lines = measured[0], verdict(measured)
-    quantised = ["8-bit weights became the fp32 weights that they stand for"] if files.quantised else []
+    quantised = ["quantised weights became the fp32 weights that they stand for"] if files.quantised else []
     report = {
         "source": path,
         "layout": layout.title,

@@ -19,8 +19,8 @@ from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WE
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.serving.engines import readers
-from headstart.inference.serving.export import PROVENANCE as EXPORTED
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype, method_of
+from headstart.inference.serving.layouts.files import PROVENANCE as EXPORTED
 from headstart.inference.serving.layouts.files import new_folder
 from headstart.inference.serving.layouts.layout import layouts_of
 from headstart.inference.serving.model_card import Measured, bench_figures, last_part, model_card, scrubbed, training_figures

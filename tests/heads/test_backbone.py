@@ -14,10 +14,12 @@ from families import FAMILIES, LAYERS, SIZES, backbone, build, texts, tiny
 from safetensors.torch import load_file, save_file
 from shrink import shrunk
 from transformers import Gemma2PreTrainedModel
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.layers.start_values import layer_weights
+from headstart.inference.generate import load
 from headstart.inference.serving.layouts.reader.base import Target
 from headstart.support.errors import UserError
 
@@ -223,3 +225,35 @@ def test_a_model_of_two_widths_is_refused() -> None:
     settings = {"hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     with pytest.raises(UserError, match="OPTForCausalLM has embeddings of width 16 and layers of width 32"):
         Backbone(build("OPT", settings | {"do_layer_norm_before": False}))
+
+
+def mllama(cross: list[int]) -> transformers.PreTrainedModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    return transformers.MllamaForCausalLM(MllamaTextConfig(**sizes, **ids, cross_attention_layers=cross, initializer_range=0.2)).eval()
+
+
+def test_a_model_that_is_its_own_base_decodes() -> None:
+    model, ids = mllama([]), texts(1, 9, seed=3)
+    with load(None, model, proposers="suffix") as heads:
+        asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+        assert torch.equal(model.generate(**asked, custom_generate=heads.generate), model.generate(**asked))
+
+
+def test_cross_attention_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match="MllamaForCausalLM has layers of cross-attention to images"):
+        Backbone(mllama([1]))
+
+
+def test_one_scale_for_all_tokens_of_a_pass_is_named() -> None:
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().max() / 3
+        return (x / scale).round() * scale
+
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+    with pytest.raises(UserError, match="computes other hidden states where more tokens follow in a pass, as with one dynamic scale"):
+        Backbone(model)

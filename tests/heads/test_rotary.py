@@ -1,4 +1,4 @@
-"""Models whose rotary frequencies change with the sequence length: exact on either side of the change, refused across it."""
+"""Models whose rotary frequencies change with the sequence length: exact on either side of the change, and across LongRoPE's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ import pytest
 import torch
 import transformers
 from families import SIZES, build, left_padded, prompts, random_drafter, say
-from transformers import LlamaConfig
+from torch import Tensor
+from transformers import LlamaConfig, LogitsProcessorList, StoppingCriteria
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.mtp import partial_rotary
+from headstart.inference.engine.judge import Judge, Text
+from headstart.inference.engine.noise import row_seeds
+from headstart.inference.engine.processing import Processing
+from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 TURN = 32
@@ -31,7 +37,7 @@ SCALED = {
 """Kinds of rotary embeddings, and their settings for a model that rotates half of each head of 8."""
 
 
-def heads(kind: str) -> SpeculativeModel:
+def heads(kind: str, method: str | None = "medusa") -> SpeculativeModel:
     if kind == "longrope":
         factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.4, 2.0, 3.0]}
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": TURN, **factors}
@@ -40,7 +46,7 @@ def heads(kind: str) -> SpeculativeModel:
         rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         model = build("Llama", SIZES | {"max_position_embeddings": TURN, "rope_parameters": rope})
     on = Backbone(model)
-    return SpeculativeModel(on, random_drafter("medusa", on), capture="trace")
+    return SpeculativeModel(on, None if method is None else random_drafter(method, on), proposers=[SuffixProposer()], capture="trace")
 
 
 @pytest.mark.matrix(cells=1)
@@ -54,13 +60,54 @@ def test_on_one_side_the_text_is_the_models_own(kind: str, lengths: tuple[int, .
         assert torch.equal(say(of, row, max_new_tokens=18, do_sample=False), want)
 
 
-@pytest.mark.parametrize(
-    "kind,lengths,allowed",
-    [("longrope", (20,), "or prompts of more"), ("dynamic", (40,), "max_new"), ("longrope", (9, 40), "end before")],
-)
-def test_across_it_is_refused(kind: str, lengths: tuple[int, ...], allowed: str) -> None:
-    with pytest.raises(UserError, match=f"rotary frequencies beyond {TURN} positions.*{allowed}"):
-        say(heads(kind), left_padded(prompts(lengths)), max_new_tokens=18, do_sample=False)
+ONE_TOKEN_AFTER, AT, BEFORE = TURN + 1, TURN, TURN - 1
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "block", None])
+@pytest.mark.parametrize("length", [20, BEFORE, AT, ONE_TOKEN_AFTER])
+def test_across_longropes_change_the_text_is_read_again_as_transformers_does(length: int, method: str | None) -> None:
+    of = heads("longrope", method)
+    (ids,) = prompts((length,))
+    row = {"input_ids": ids[None], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+    want = of.backbone.model.generate(**row, max_new_tokens=30, do_sample=False)
+    for tree in ("auto", TreeShape(12, 3), TreeShape(4, 1, 3)):
+        output = say(of, row, max_new_tokens=30, do_sample=False, tree=tree, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, want)
+        assert 1 + sum(output.accept_lengths[0]) == 30, "no token is written by reading again"
+    sampled = [say(of, row, max_new_tokens=30, do_sample=True, seed=3, speculate=speculate) for speculate in (True, False)]
+    assert torch.equal(*sampled) and not torch.equal(sampled[0], want)
+    judged = Judge(of.backbone).judge(Text(sampled[0][0], 30, row_seeds([3], 1, torch.device("cpu")), Processing(LogitsProcessorList(), 1)))
+    assert judged.worst[0] < 1e-4
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_rows_of_a_batch_cross_it_each_by_itself(batch_size: int | None) -> None:
+    of, lengths = heads("longrope"), (9, 40, 28, 20, 20)
+    alone = [say(of, left_padded([ids]), max_new_tokens=18, do_sample=False)[0, -18:] for ids in prompts(lengths)]
+    together = say(of, left_padded(prompts(lengths)), max_new_tokens=18, do_sample=False, batch_size=batch_size)
+    assert torch.equal(together[:, -18:], torch.stack(alone))
+    stopped = say(of, left_padded(prompts(lengths)), max_new_tokens=18, do_sample=False, stopping_criteria=[Never()])
+    assert torch.equal(stopped, together), "and where rows wait for each other"
+
+
+class Never(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_beams_across_it_and_texts_beyond_dynamic_scaling_are_refused() -> None:
+    row = left_padded(prompts((20,)))
+    with pytest.raises(UserError, match=f"rotary frequencies beyond {TURN} positions, which beams or rows that go on together may reach"):
+        say(heads("longrope"), row, max_new_tokens=18, num_beams=2)
+    of = heads("dynamic")
+    with pytest.raises(
+        UserError, match=f"beyond {TURN} positions, where a text of {TURN + 1} tokens cannot be decoded; allowed: texts that end"
+    ):
+        say(of, row, max_new_tokens=18, do_sample=False)
+    want = of.backbone.model.generate(**row, max_new_tokens=5, do_sample=False)
+    assert torch.equal(say(of, row, max_new_tokens=18, do_sample=False, eos_token_id=int(want[0, -1])), want), "it ends before"
+    with pytest.raises(UserError, match="where a text of 40 tokens"):
+        say(of, left_padded(prompts((40,))), max_new_tokens=18, do_sample=False)
 
 
 def rope(kind: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.stream import Ended, Prompt, Queue, Step, stream
-from headstart.support.errors import UserError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 192}
 LENGTHS = (9, 14, 3, 30, 22, 5, 17, 11, 40)
@@ -91,11 +90,9 @@ def test_left_in_the_middle_it_lets_others_decode(model: SpeculativeModel) -> No
 
 
 @pytest.mark.parametrize("kind", ["longrope"])
-def test_rows_on_two_sides_of_a_change_of_frequencies_take_turns(kind: str) -> None:
+def test_rows_on_two_sides_of_a_change_of_frequencies_take_turns_and_cross_it(kind: str) -> None:
     of = turning(kind)
-    ids = prompts((9, TURN + 1, 14, TURN + 8, 10))
+    ids = prompts((9, TURN + 1, 28, 14, TURN + 8, 25, 10))
     steps = steps_of(of, [Prompt(ids_T, 0, i) for i, ids_T in enumerate(ids)], Queue(Settings(12), 3))
     texts = {ended.prompt.key: ended.tokens for step in steps for ended in step.ended}
     assert texts == {i: continue_text(of, ids_T, Settings(12), 0).sequences[0, len(ids_T) :].tolist() for i, ids_T in enumerate(ids)}
-    with pytest.raises(UserError, match="changes its rotary frequencies beyond 32 positions"):
-        steps_of(of, [Prompt(prompts((28,))[0], 0, 0)], Queue(Settings(12), 3))

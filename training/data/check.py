@@ -16,12 +16,12 @@ from typing import Any
 
 from headstart.inference.engine.processing import common_prefix
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import ASSISTANT, Message
+from headstart.support.chat.messages import Message, is_learned
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
 from headstart.training.data.columns import Column
-from headstart.training.data.sample import IDS, MASK, Sample, read_tokens
+from headstart.training.data.sample import IDS, Sample, has_mask, read_tokens
 
 ROWS = 100
 """Number of rows that are compared, evenly spaced."""
@@ -127,13 +127,13 @@ def compare(rows: Sequence[Row], source: Source, chat: Chat) -> Check:
 
 def _conversation(row: Row, where: str, source: Source, chat: Chat) -> Conversation:
     messages, tools = source.column.messages(row, where)
-    stored = read_tokens(row, IDS, where, False) if row.get(IDS) is not None and row.get(MASK) is not None else []
+    stored = read_tokens(row, IDS, where, False) if row.get(IDS) is not None and has_mask(row) else []
     samples = stored if source.exact else [Sample.of(*one) for one in chat.samples(messages, tools)]
     return Conversation(where, messages, tools, samples, stored)
 
 
 def _compare(row: Conversation, exact: bool, chat: Chat) -> Check:
-    turns = [i for i, message in enumerate(row.messages) if message["role"] == ASSISTANT and i > 0]
+    turns = [i for i, message in enumerate(row.messages) if i > 0 and is_learned(message)]
     stored = [run for sample in row.stored for run in _runs(sample)]
     differences = []
     for number, i in enumerate(turns):

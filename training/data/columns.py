@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headstart.support.chat.messages import ANSWERS, PROMPTS, Message, looks_like_turns, prompt_of, read_conversation, read_pair
-from headstart.support.errors import UserError
+from headstart.support.chat.messages import (
+    ANSWERS,
+    DETAILS,
+    PROMPTS,
+    Message,
+    looks_like_turns,
+    prompt_of,
+    read_conversation,
+    read_pair,
+    unread,
+)
+from headstart.support.errors import UserError, notice
 from headstart.support.json_text import Row
-from headstart.training.data.sample import IDS, read_tokens
+from headstart.training.data.sample import IDS, MASKS, PADDING, read_tokens
 from headstart.training.recipe.sections import Data
 
 CONVERSATIONS = ("messages", "conversations")
 Kind = Literal["tokens", "chat", "pair", "text"]
+BESIDE = ("tools", "system")
+"""Columns that are read beside a conversation."""
+NUMBER = "row"
+"""The column in which `headstart regenerate` writes where a row is from."""
 
 LEAST, FEW = 0.01, 20
 """Share of bad rows from which on they end the run, whatever ``data.on_bad_row`` is; a single one among at least so many rows does not."""
@@ -63,22 +77,32 @@ class Column:
             raise UserError(f"{where}: a conversation as JSON text among plain texts; data.format=text takes it as text")
         return value
 
-    def require(self, row: Row, where: str) -> None:
-        """Raise UserError if the row cannot be read."""
+    def require(self, row: Row, where: str) -> set[str]:
+        """Return the names of the row's fields that nothing reads. Raises UserError if the row cannot be read."""
+        columns = {name for name, value in row.items() if value is not None} - {self.name, NUMBER}
         if self.kind == "tokens":
             self.value(row, where)
             read_tokens(row, self.name, where, self.data.loss_on == "all")
-        else:
-            (self.text if self.kind == "text" else self.messages)(row, where)
+            return columns - {*MASKS, PADDING, *CONVERSATIONS, "text", *BESIDE}
+        if self.kind == "text":
+            self.text(row, where)
+            return columns
+        said = self.messages(row, where)[0]
+        about = (
+            () if self.kind != "pair" else (*((self.answer,) if self.answer else ANSWERS), *(DETAILS if self.name == "instruction" else ()))
+        )
+        return (columns - {*BESIDE, *about}).union(*(unread(message) for message in said))
 
 
 @dataclass(frozen=True)
 class BadRows:
-    """Rows that cannot be read and are left out."""
+    """Rows that cannot be read and are left out, and fields of the others that nothing reads."""
 
     count: int = 0
     first: str = ""
     """What is wrong with the first one."""
+    unread: str = ""
+    """The names of the fields."""
 
 
 def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = False) -> Column:
@@ -117,10 +141,10 @@ def sound_rows(rows: list[Row], data: Data, source: str, asked: bool = False) ->
     at least 20.
     """
     column = find_column(rows, data, source, asked)
-    sound, bad = [], BadRows()
+    sound, bad, fields = [], BadRows(), set[str]()
     for number, row in enumerate(rows, 1):
         try:
-            column.require(row, f"{source}, row {number}")
+            fields |= column.require(row, f"{source}, row {number}")
         except UserError as error:
             if data.on_bad_row == "error":
                 raise
@@ -131,7 +155,13 @@ def sound_rows(rows: list[Row], data: Data, source: str, asked: bool = False) ->
         below = "below 1 % they are skipped" if len(rows) >= FEW else f"one of at least {FEW} is skipped"
         many = f" ({bad.count:,} of {len(rows):,} rows are bad; {below})" if len(rows) > 1 else ""
         raise UserError(f"{bad.first}{many}")
-    return sound, bad
+    return sound, replace(bad, unread=", ".join(sorted(fields)))
+
+
+def say_unread(unread: str) -> None:
+    """Name fields that nothing reads, if any: other trainers may obey one of them."""
+    if unread:
+        notice(f"rows have fields that are not read: {unread}")
 
 
 def _usual(counts: Mapping[str, int], asked: bool) -> list[tuple[str, str]]:

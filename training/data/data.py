@@ -19,7 +19,7 @@ from headstart.support.chat.messages import prompt_length
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import Mix
 from headstart.training.data.check import Check, Source, compare
-from headstart.training.data.columns import CONVERSATIONS, Column, find_column, sound_rows
+from headstart.training.data.columns import CONVERSATIONS, Column, find_column, say_unread, sound_rows
 from headstart.training.data.kept import Splits, keep_splits, read_splits, tokens_file
 from headstart.training.data.rows import Row, read_rows
 from headstart.training.data.sample import Sample
@@ -40,6 +40,7 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, e
         splits = _make_splits(data, tokenizer, ends, progress)
         if file is not None:
             keep_splits(file, splits)
+    say_unread(splits.stats.unread)
     return splits
 
 
@@ -47,7 +48,7 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
     datasets = data.per_dataset()
     rows = [read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit) for one in datasets]
     pairs = [sound_rows(part, one, one.name) for part, one in zip(rows, datasets, strict=True)]
-    rows, bad = [part for part, _ in pairs], [one for _, one in pairs if one.count]
+    rows, bad = [part for part, _ in pairs], [one for _, one in pairs]
     held: list[list[Row]] = [[] for _ in datasets]
     if data.eval is None and data.eval_rows:
         rows, held = hold_out(rows, data.eval_rows, data.name)
@@ -57,12 +58,12 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
     if data.eval is not None and data.eval_rows:
         kept = read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
         kept, more = sound_rows(kept, data, data.eval)
-        sources, bad = [(kept, data, data.eval)], [*bad, *[more] * bool(more.count)]
+        sources, bad = [(kept, data, data.eval)], [*bad, more]
     held_out: list[Sample] = []
     for part, settings, name in sources:
         uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings  # later pieces are not prompts
         held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends)[0]
-    stats = sum((part_stats for _, part_stats in parts), Stats(rows_bad=sum(one.count for one in bad), bad_row=bad[0].first if bad else ""))
+    stats = sum((part_stats for _, part_stats in parts), Stats.of(bad))
     check = sum((_check(part, tokenizer, one, ends) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
     check.require()
     mix = _mix(data, [len(part) for part, _ in parts])

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from headstart.support.chat.messages import without_fill
 from headstart.support.errors import UserError, cause
 from headstart.support.files import as_path, file_hash, require_file, value_hash
 from headstart.support.hub import cut_off, reaching
@@ -133,7 +134,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+            yield from map(without_fill, batch.to_pylist())
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {cause(error)}; check the file") from None
 
@@ -166,8 +167,7 @@ def _open_dataset(name: str, split: str, subset: str | None) -> Any:
 
 
 def _first(table: Any, limit: int | None) -> list[Row]:
-    rows: list[Row] = table.select(range(min(limit or len(table), len(table)))).to_list()
-    return rows
+    return [without_fill(row) for row in table.select(range(min(limit or len(table), len(table)))).to_list()]
 
 
 def read_table(path: Path, delimiter: str) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Samples, and rows that hold them as exact tokens: ``input_ids`` with ``loss_mask``, as speculators and SpecForge name them.
+"""Samples, and rows that hold them as exact tokens: ``input_ids`` with ``loss_mask`` or another of `MASKS`.
 
 Shape suffix: T positions.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +19,11 @@ from headstart.support.chat.messages import shortened
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
 
-IDS, MASK = "input_ids", "loss_mask"
+IDS, MASK, LABELS, PADDING = "input_ids", "loss_mask", "labels", "attention_mask"
+MASKS = (MASK, "completion_mask", "assistant_masks", LABELS)
+"""Columns that say which tokens are learned: speculators' and SpecForge's, TRL's two, and labels as transformers' collators take them."""
+IGNORED = -100
+"""The label of a token that is not learned."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +70,47 @@ def whole(tokens: Sequence[int]) -> Sample:
     return Sample.of(tokens, [True] * len(tokens))
 
 
+def has_mask(row: Row) -> bool:
+    """Whether a row says which of its exact tokens are learned."""
+    return any(row.get(name) is not None for name in MASKS)
+
+
 def read_tokens(row: Row, column: str, where: str, everything: bool) -> list[Sample]:
-    """Return a row's samples: one, or several if its columns are lists of lists. ``everything``: all tokens are labels, whatever the mask.
+    """Return a row's samples: one, or several if its columns are lists of lists. ``everything``: all tokens are labels, whatever the masks.
 
-    Raises UserError, naming the row, for anything but token ids and a mask of as many zeros and ones.
+    A token is a label if no mask leaves it out; padding, by an attention mask, is no token. Raises UserError, naming the row, for anything
+    but token ids and masks of as many values.
     """
-    ids, masks = row[column], row.get(MASK)
-    if masks is None and not everything:
+    if not has_mask(row) and not everything:
         raise UserError(f"{where} has {column} without {MASK}; add it (1 for tokens to learn), or set data.loss_on=all")
-    nested = isinstance(ids, list) and ids and isinstance(ids[0], list)
-    several = list(zip(ids, masks or [None] * len(ids), strict=False)) if nested else [(ids, masks)]
-    if nested and masks is not None and len(masks) != len(ids):
-        raise UserError(f"{where}: {column} has {len(ids)} samples and {MASK} {len(masks)}; give as many")
-    return [whole(_ids(one, column, where)) if everything else _sample(one, mask, column, where) for one, mask in several]
+    ids, named = row[column], (PADDING,) if everything else (*MASKS, PADDING)
+    masks = {name: row[name] for name in named if row.get(name) is not None}
+    if not (isinstance(ids, list) and ids and isinstance(ids[0], list)):
+        return [_sample(ids, masks, column, where)]
+    for name, values in masks.items():
+        if not isinstance(values, list) or len(values) != len(ids):
+            found = len(values) if isinstance(values, list) else type(values).__name__
+            raise UserError(f"{where}: {column} has {len(ids)} samples and {name} {found}; give as many")
+    return [_sample(one, {name: values[i] for name, values in masks.items()}, column, where) for i, one in enumerate(ids)]
 
 
-def _sample(ids: Any, mask: Any, column: str, where: str) -> Sample:
+def _sample(ids: Any, masks: dict[str, Any], column: str, where: str) -> Sample:
     tokens = _ids(ids, column, where)
-    if not isinstance(mask, list) or len(mask) != len(tokens) or not all(value in (0, 1) for value in mask):
-        found = f"{len(mask)} values" if isinstance(mask, list) else type(mask).__name__
-        raise UserError(f"{where}: {MASK} is a list of zeros and ones, one for each of the {len(tokens)} tokens of {column}; got {found}")
-    return Sample.of(tokens, [bool(value) for value in mask])
+    labels, real = [True] * len(tokens), [True] * len(tokens)
+    for name, mask in masks.items():
+        left_out = IGNORED if name == LABELS else 0
+        allowed = [(left_out, token if name == LABELS else 1) for token in tokens]
+        if (
+            not isinstance(mask, list)
+            or len(mask) != len(tokens)
+            or any(value not in two for value, two in zip(mask, allowed, strict=True))
+        ):
+            found = f"{len(mask)} values" if isinstance(mask, list) else type(mask).__name__
+            values = f"the tokens of {column}, or {IGNORED} for those not to learn" if name == LABELS else "zeros and ones"
+            raise UserError(f"{where}: {name} is a list of {values}, one for each of the {len(tokens)} tokens of {column}; got {found}")
+        counted = real if name == PADDING else labels
+        counted[:] = [one and value != left_out for one, value in zip(counted, mask, strict=True)]
+    return Sample.of(list(compress(tokens, real)), list(compress(labels, real)))
 
 
 def _ids(ids: Any, column: str, where: str) -> list[int]:

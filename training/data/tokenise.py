@@ -27,7 +27,7 @@ from headstart.support.chat.conversation import Chat, Continuation
 from headstart.support.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
-from headstart.training.data.columns import Column, find_column
+from headstart.training.data.columns import BadRows, Column, find_column
 from headstart.training.data.sample import IDS, Joined, Sample, read_tokens, whole
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
@@ -139,6 +139,8 @@ class Stats:
     """Rows that cannot be read and are left out (``data.on_bad_row``)."""
     bad_row: str = ""
     """What is wrong with the first of them."""
+    unread: str = ""
+    """Names of fields that nothing reads."""
     rows_split: int = 0
     """Rows that became one sample per turn because the template rewrites earlier turns."""
     samples_truncated: int = 0
@@ -153,6 +155,13 @@ class Stats:
     samples_empty: int = 0
     """Samples dropped because they have too few tokens or no label tokens."""
     roles: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, left_out: Sequence[BadRows]) -> Stats:
+        """The counts of what no samples are made of."""
+        first = next((one.first for one in left_out if one.first), "")
+        unread = ", ".join(dict.fromkeys(one.unread for one in left_out if one.unread))
+        return cls(rows_bad=sum(one.count for one in left_out), bad_row=first, unread=unread)
 
     def __add__(self, other: Stats) -> Stats:
         """The counts of both; of texts the first."""

@@ -19,6 +19,7 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.checkpoint import require_sizes
 from headstart.inference.compile_model import compile_lacking
+from headstart.inference.engine.request import context_of
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally
 from headstart.inference.proposers.recycling import RecyclingProposer
@@ -120,7 +121,7 @@ class InProcess:
                 return failure("refused", str(refusal))
         if not ids:
             return failure("empty")
-        context = self.backbone.max_positions
+        context = context_of(self.backbone)
         if context is not None and len(ids) + self.settings.max_new_tokens > context:
             return failure("too_long")
         return torch.tensor(ids, dtype=torch.int64)

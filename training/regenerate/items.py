@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.support.chat.conversation import Trace
-from headstart.support.chat.messages import ASSISTANT, Message, prompt_length
+from headstart.support.chat.messages import ASSISTANT, Message, is_learned, prompt_length
 from headstart.support.files import value_hash
 from headstart.training.data.columns import find_column
 from headstart.training.data.rows import Row
@@ -109,8 +109,8 @@ class Item(ABC):
 class Conversation(Item):
     """Messages whose assistant turns are regenerated one after another; the others are kept.
 
-    A conversation that ends with a user turn gets an additional answer. An assistant message that opens the conversation is kept. After
-    an error, the answers before it are kept.
+    A conversation that ends with a user turn gets an additional answer. An assistant message that opens the conversation, or is not to be
+    learned, is kept. After an error, the answers before it are kept.
     """
 
     def __init__(self, row: int, key: str, original: list[Message], tools: Any) -> None:
@@ -124,7 +124,7 @@ class Conversation(Item):
     def _copy_messages(self) -> bool:
         """Copy the messages up to the next assistant turn; returns True if a response is due."""
         for message in self.original[len(self.messages) :]:
-            if message["role"] == ASSISTANT and self.messages:
+            if is_learned(message) and self.messages:
                 return True
             self.messages.append(message)
         return bool(self.messages) and self.messages[-1]["role"] not in (ASSISTANT, "system")

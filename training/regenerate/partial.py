@@ -52,6 +52,8 @@ class PartialFile:
         """Row -> offset of its line in the file."""
         self.counts: Counter[str] = Counter()
         """Counts over all rows so far: turns, tokens, ``rows`` with a result, and each error."""
+        self.set_aside: dict[str, list[int]] = {error: [] for error in RETRIED}
+        """Error -> numbers of the rows without an answer because of it, counted from 1."""
         self.detail = ""
         """Message for the first refused row."""
         if out.exists():
@@ -149,6 +151,8 @@ class PartialFile:
         self.counts.update(turns=line["turns"], tokens=line["tokens"], rows=line["result"] is not None)
         if line["error"]:
             self.counts[line["error"]] += 1
+        if line["error"] in RETRIED and line["result"] is None:
+            self.set_aside[line["error"]].append(line["row"] + 1)
         if line["error"] == "refused":
             self.detail = self.detail or line["detail"]
 

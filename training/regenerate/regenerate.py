@@ -15,10 +15,11 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.support.chat.messages import shortened
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import FILE_SECONDS
-from headstart.training.data.columns import sound_rows
+from headstart.training.data.columns import say_unread, sound_rows
 from headstart.training.data.rows import read_rows
 from headstart.training.data.tokenise import begun_at, chat_settings, now
 from headstart.training.features.caching import open_kept, write_cache
@@ -122,6 +123,7 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
     limits = [limit for limit in (data.limit, settings.limit) if limit is not None]
     rows = read_rows(data.name, split=data.split, subset=data.subset, limit=min(limits, default=None))
     rows, bad = sound_rows(rows, data, data.name, asked=True)
+    say_unread(bad.unread)
     if bad.count:
         print(f"data      {bad.count:,} bad rows left out ({bad.first})", file=sys.stderr)
     items = read_items(rows * settings.samples, data, data.name, _templated(recipe))
@@ -133,10 +135,11 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
         _answer(responder, missing, partial, Progress(len(items), len(missing), settings.max_new_tokens))
         seconds, tokens = time.perf_counter() - start, partial.counts["tokens"] - before
         written = partial.finish()
-        counts, detail = partial.counts, partial.detail
+        counts, detail, set_aside = partial.counts, partial.detail, partial.set_aside
     report = {
         "out": str(out), "rows": len(items), "rows_written": written, "rows_dropped": len(items) - written, "turns": counts["turns"],
         "tokens": counts["tokens"], **{error: counts[error] for error in ERRORS}, "rows_resumed": len(items) - len(missing),
+        "set_aside": set_aside,
         "seconds": seconds, "tokens_per_second": tokens / seconds, **responder.report(),
     }  # fmt: skip
     _print(report, recipe, detail)
@@ -235,7 +238,9 @@ def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
     usual = {"format": "auto", "column": None, "columns": None}
     reset = "".join(f" data.{key}={one or 'null'}" for key, one in usual.items() if getattr(recipe.data, key) != one)
     tau = f", mean acceptance length (tau) {report['tau']:.2f}" if "tau" in report else ""
-    errors = {error: f"{text}{f' ({detail})' if error == 'refused' else ''}" for error, text in ERRORS.items() if report[error]}
+    rows = {error: f": rows {shortened(sorted(numbers))}" for error, numbers in report["set_aside"].items() if numbers}
+    details = {"refused": f" ({detail})"}
+    errors = {error: f"{text}{details.get(error, '')}{rows.get(error, '')}" for error, text in ERRORS.items() if report[error]}
     print(
         "\n".join(
             [

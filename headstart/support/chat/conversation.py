@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.support.chat.answer import Ending, Written, find_ending, written
-from headstart.support.chat.messages import ASSISTANT, Message
+from headstart.support.chat.messages import Message, is_learned
 from headstart.support.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError
 
@@ -150,8 +150,8 @@ class Chat(Continuation):
         return self._turns([written(self.template, messages, tools)])[0].answer
 
     def turns(self, messages: Sequence[Message], tools: Any = None) -> list[Turn]:
-        """Return all turns of the assistant but one that opens the conversation, which answers nothing. Raises TemplateRefusal."""
-        answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i > 0]
+        """Return the assistant's turns that are learned, but one that opens the conversation: it answers none. Raises TemplateRefusal."""
+        answers = [i for i, message in enumerate(messages) if i > 0 and is_learned(message)]
         return self._turns([written(self.template, messages[: i + 1], tools) for i in answers])
 
     def samples(self, messages: Sequence[Message], tools: Any = None) -> list[TokenSample]:

@@ -35,6 +35,27 @@ def decode_list(value: Any, what: str) -> Any:
     return value
 
 
+def without_fill(value: Any, level: int = 0) -> Any:
+    """Return a row of a table without the nulls inside its columns: a table has one struct for all rows, and fills what a row lacks.
+
+    ``level``: mappings around the value. The row's own nulls stay, and a turn's content.
+    """
+    if isinstance(value, list):
+        return [without_fill(one, level) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kept = value if level == 0 else ("content", "value") if level == 1 else ()
+    return {key: without_fill(one, level + 1) for key, one in value.items() if one is not None or key in kept}
+
+
+def _filled(tools: Any) -> bool:
+    """Whether tools were written from a table: a property's schema is null, which no schema is."""
+    if isinstance(tools, list):
+        return any(map(_filled, tools))
+    pairs = tools.items() if isinstance(tools, dict) else ()
+    return any((key == "properties" and isinstance(one, dict) and None in one.values()) or _filled(one) for key, one in pairs)
+
+
 def read_tools(value: Any, where: str) -> Any:
     """Return a row's tools, or None if it has none. Raises UserError for anything but a list of mappings, or JSON text of one."""
     if value is None or (isinstance(value, str) and value.strip() in ("", "null")):
@@ -93,7 +114,28 @@ ROLES = {
 FIELDS = {"messages": "role and content", "conversations": "from and value"}
 """Format -> fields of a turn."""
 
+MARKS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "loss_weight": 1, "masked": 0}
+"""Fields by which files for other trainers leave a turn out -> the value in a turn that is learned.
+
+OpenAI's, Mistral's and Together's ``weight``; axolotl's ``train`` and ``training``; ms-swift's ``loss``; LLaMA-Factory's ``loss_weight``;
+torchtune's ``masked``.
+"""
+KNOWN = {"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", *MARKS}
+"""Fields of a turn that are read, by most chat templates too."""
+
 Message = dict[str, Any]
+
+
+def is_learned(message: Message) -> bool:
+    """Whether a turn is the assistant's and not marked as one that is not to be learned (`MARKS`)."""
+    return message["role"] == ASSISTANT and all(message.get(mark, learned) == learned for mark, learned in MARKS.items())
+
+
+def unread(message: Message) -> set[str]:
+    """Return the names of a turn's fields that are not read: those that few templates print, and a mark that another's turn is learned."""
+    own = message["role"] == ASSISTANT
+    marks = set() if own else {f"{mark} of a turn that is not the assistant's" for mark in MARKS if message.get(mark) == MARKS[mark]}
+    return message.keys() - KNOWN | marks
 
 
 def read_conversation(row: Mapping[str, Any], column: str, where: str, form: str = "auto") -> tuple[list[Message], Any]:
@@ -134,6 +176,8 @@ def _turns(value: Any, role: str, where: str) -> list[Message]:
 
 def _with_system(row: Mapping[str, Any], messages: list[Message], where: str) -> tuple[list[Message], Any]:
     tools, system = read_tools(row.get("tools"), where), row.get("system")
+    if _filled(tools):
+        messages, tools = without_fill([messages, tools], level=1)
     if system is None or (isinstance(system, str) and not system.strip()) or (messages and messages[0]["role"] == "system"):
         return messages, tools
     return [_checked({"role": "system", "content": system}, f"{where}, column system"), *messages], tools
@@ -193,6 +237,9 @@ def _checked(message: Message, where: str) -> Message:
     role, content = message["role"], message["content"]
     if not isinstance(role, str):
         raise UserError(f"{where}: a role is text; got {shortened(role)}")
+    mark = next((mark for mark in MARKS if role == ASSISTANT and message.get(mark, 0) not in (0, 1)), None)
+    if mark is not None:
+        raise UserError(f"{where}: {mark} is 0 or 1, whether the turn is learned; got {shortened(message[mark])}: give one, or remove it")
     if content is None or isinstance(content, str):
         return message
     parts = isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)

@@ -2,7 +2,8 @@
 
 vLLM, SGLang and TensorRT-LLM load the checkpoint as it is, SafeAILab's own code if ``norm_output`` is false. The number j of a top-level
 ``eagle_aux_hidden_state_layer_ids`` is the residual stream after j layers (vLLM), in ``eagle_config`` the output of layer j (SGLang).
-What a file leaves open is read every way that fits: the counting of layer ids, and for a later layer which of two norms is its input norm.
+What a file leaves open is read every way that fits: the counting of layer ids, whether ``norm_output`` is an engine's or SpecForge's, and
+for a later layer which of two norms is its input norm.
 
 EAGLE-1 and EAGLE-2 are likewise as SafeAILab, vLLM and SGLang have them: ``fc`` over embedding and hidden state, and one layer without an
 input norm. The checkpoint as it is has a zero ``fc.bias`` for SGLang.
@@ -21,7 +22,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle import BIAS
 from headstart.heads.eagle3 import ITS_COPY, SECOND_NORM
 from headstart.inference.serving.layouts.checkpoint import Checkpoint
-from headstart.inference.serving.layouts.files import DamagedError, Files
+from headstart.inference.serving.layouts.files import PROVENANCE, DamagedError, Files
 from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, unscaled_embedding, without_copies
 from headstart.inference.serving.layouts.parts import (
     IDS,
@@ -66,6 +67,8 @@ class Eagle3(RenamedLayout):
 
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         found = self.readings(files, files.config, tap_choices(files.config, on.layers, counting, files.path))
+        if counting != "stated" and not (files.folder / PROVENANCE).is_file():
+            found = [either for one in found for either in _either_state(one)]
         ignored = "norm_before_residual is true, which SGLang and TensorRT-LLM ignore"
         return [replace(one, notes=(*one.notes, ignored)) if one.options["norm_before_residual"] else one for one in found]
 
@@ -125,6 +128,17 @@ class Eagle3(RenamedLayout):
         }
         names = {_ours(numbered(name)): name for name in files.shapes}
         return Imported("eagle3", arguments, tensors, names, (*notes, *of_vocabulary))
+
+
+def _either_state(reading: Reading) -> list[Reading]:
+    """Return the readings of heads whose ``norm_output`` is true: to engines the normed state is fed back, to SpecForge it never is."""
+    if not reading.options["norm_output"]:
+        return [reading]
+    ways = {True: "norm_output feeds back the normed state", False: "norm_output, as of SpecForge, is of the output layer's input alone"}
+    return [
+        replace(reading, options={**reading.options, "norm_output": on}, choice="; ".join(part for part in (reading.choice, said) if part))
+        for on, said in ways.items()
+    ]
 
 
 def has_qk_norm(config: Mapping[str, Any]) -> bool:

@@ -26,6 +26,8 @@ from headstart.support.files import atomic, file_hash
 from headstart.support.hub import find_folder, inside
 from headstart.support.json_text import read_json
 
+PROVENANCE = "headstart_export.json"
+"""File of an exported folder that says what was exported, for `headstart verify`."""
 DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.model", "*.txt", "*.jinja")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth")

@@ -21,9 +21,8 @@ from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.generate import SpeculativeModel, load
-from headstart.inference.serving.export import PROVENANCE
-from headstart.inference.serving.layouts.files import DamagedError, Files, read_files
-from headstart.inference.serving.layouts.quantize import dequantized, quantized
+from headstart.inference.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files
+from headstart.inference.serving.layouts.quantize import dequantized, own_way, quantized
 from headstart.inference.serving.layouts.reader.base import Reading, Target
 from headstart.inference.serving.verify import decode
 from headstart.inference.serving.verify.decode import Expected, Fit, headstart_drafts, read_heads, reference_drafts
@@ -147,7 +146,10 @@ def _round_as_stored(drafter: Drafter, files: Files) -> None:
         drafter.to(dtype).to(drafter.backbone.dtype)
     if files.quantised:
         whole = {name: tensor.detach().to(dtype) for name, tensor in drafter.tensors().items()}
-        drafter.load_tensors(dequantized(*quantized({}, whole, "int8" if files.quantised == "pack-quantized" else "fp8")))
+        if (how := own_way(files.config)) is None:
+            other = "is quantised in another way than export --quantize does, which no heads of Headstart draft alike"
+            raise UserError(f"{files.path} {other}; measure it without --heads, or import it")
+        drafter.load_tensors(dequantized(*quantized({}, whole, how)))
 
 
 def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, reading: Reading, original: Reading | None) -> None:

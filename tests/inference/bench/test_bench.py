@@ -244,12 +244,11 @@ def test_what_does_not_fit_the_context():
     short, long = question(prompter, "two", "two " * 20, "six"), question(prompter, "two " * 70)
     report = compare([("m", heads)], [short], Plan(30, tree=TREE), prompter)
     assert report["dropped_turns"] == 2 and report["results"][0]["tokens"] == 30 and "2 later turns" in printed(report)
-    with pytest.raises(UserError, match="prompt 2 has .* exceeds the backbone's context of 96"):
-        compare([("m", heads)], [short, long], Plan(30, tree=TREE))
-    report = compare([("m", heads)], [short, long], Plan(30, tree=TREE, skip_long=True))
-    assert (report["dropped_prompts"], report["prompts"]) == (1, 1)
+    report = compare([("m", heads)], [short, long], Plan(30, tree=TREE))
+    assert (report["dropped_prompts"], report["set_aside"], report["prompts"]) == (1, [2], 1)
+    assert "dropped, too long for the context: 1 prompts [2], 0 later turns" in printed(report)
     with pytest.raises(UserError, match="the shortest prompt has"):
-        compare([("m", heads)], [long], Plan(30, tree=TREE, skip_long=True))
+        compare([("m", heads)], [long], Plan(30, tree=TREE))
 
 
 def test_bandwidth_counts_every_pass(heads):

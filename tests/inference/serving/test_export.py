@@ -22,7 +22,8 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.lora import add_lora
-from headstart.inference.serving.export import PROVENANCE, Request, export
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.layouts.files import PROVENANCE
 from headstart.support.files import file_hash
 
 COPIED = {

@@ -20,7 +20,7 @@ from headstart.heads.base import Drafter
 from headstart.inference.generate import load
 from headstart.inference.serving import importing as importer
 from headstart.inference.serving.importing import build
-from headstart.inference.serving.layouts.files import read_files
+from headstart.inference.serving.layouts.files import PROVENANCE, read_files
 from headstart.inference.serving.layouts.reader.base import Target
 from headstart.inference.serving.verify.decode import headstart_drafts, headstart_logits, read_heads, reference_drafts
 from headstart.inference.serving.verify.drafts import EngineSettings
@@ -225,6 +225,22 @@ def test_measured_acceptance_decides_how_layers_are_counted(repeating: Backbone,
     assert report["verdict"][1] == f"read as: {first['choice']}" and "otherwise tau 1." in report["verdict"][2]
     forced = imported(folder, home, repeating, tmp_path / "forced", counting="layer")
     assert forced["arguments"]["taps"] == [4] and len(forced["readings"]) == 1
+
+
+@pytest.mark.parametrize("specforge", [True, False])
+def test_measured_acceptance_decides_which_state_is_fed_back(repeating: Backbone, tmp_path: Path, specforge: bool) -> None:
+    """norm_output true: SpecForge feeds back the state before the norm, whose weight would here turn it once more at every depth."""
+    config, tensors = repeater(repeating, after=False)
+    turned = torch.ones(D).index_fill(0, torch.arange(0, D, 3), -1.0 if specforge else 1.0)
+    tensors |= {"norm.weight": turned, "lm_head.weight": tensors["lm_head.weight"] * turned}
+    folder = write(tmp_path / "theirs", config | {"norm_output": True}, tensors)
+    report = imported(folder, Path(repeating.name), repeating, tmp_path / "ours", counting="hs")
+    assert report["arguments"]["norm_output"] is not specforge and len(report["readings"]) == 2
+    assert ("norm_output, as of SpecForge, is of the output layer's input alone" in report["verdict"][1]) == specforge
+    first, second = (one["tau"] for one in report["readings"])
+    assert first > second + 0.5 if specforge else first == second
+    (folder / PROVENANCE).write_text("{}")  # what Headstart has exported is read as it says
+    assert [drafter.config.norm_output for _, drafter in readings(folder, repeating, "hs")] == [True]
 
 
 def test_measured_acceptance_decides_about_the_residual(repeating: Backbone, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from headstart.heads.methods import build_drafter
 from headstart.heads.warm_start import read_warm_start
 from headstart.inference.generate import load
 from headstart.inference.serving import importing as importer
-from headstart.inference.serving.export import PROVENANCE, Request, export
+from headstart.inference.serving.export import Request, export
 from headstart.inference.serving.importing import build
-from headstart.inference.serving.layouts.files import read_files
+from headstart.inference.serving.layouts.files import PROVENANCE, read_files
 from headstart.inference.serving.verify.decode import headstart_drafts
 from headstart.inference.serving.verify.drafts import EngineSettings
 from headstart.support.errors import UserError

@@ -178,7 +178,7 @@ def test_truncated_too_long_and_refused_rows_are_told_apart(ask: Any, tmp_path: 
         "question 4": said("fine", reasoning_content=None, tool_calls=[]),
     }
     with serving(lambda path, body: script[body["messages"][-1]["content"]]) as server:
-        assert ask(questions(5), server.url, "regenerate.model=theirs", "regenerate.concurrency=1") == 0
+        assert ask(questions(5), server.url, "regenerate.model=theirs", "regenerate.concurrency=1") == 1
     assert {body["model"] for body in server.asked} == {"theirs"}
     assert answers(tmp_path) == [{"row": 4, "messages": [*questions(5)[4]["messages"], {"role": "assistant", "content": "fine"}]}]
     report = result(tmp_path)

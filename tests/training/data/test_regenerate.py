@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,13 @@ def test_truncated_answers_are_dropped_and_counted(ask: Any, tmp_path: Path, cap
     assert report["truncated"] == cut and f"{cut} rows had an answer that did not end within" in capsys.readouterr().err
 
 
-def test_what_cannot_be_asked_is_dropped_and_counted(ask: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_asked_is_dropped_counted_and_named(ask: Any, tmp_path: Path, capsys: Any) -> None:
     rows = [{"messages": turns("Hi")}, {"messages": turns("two three " * 99)}, {"messages": turns("Hi", "a")[1:]}, {"messages": []}]
     wrong = [{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}]
-    assert ask(rows + wrong, "regenerate.temperature=1", "regenerate.max_new_tokens=90", f"data.chat_template={json.dumps(GEMMA)}") == 0
+    assert ask(rows + wrong, "regenerate.temperature=1", "regenerate.max_new_tokens=90", f"data.chat_template={json.dumps(GEMMA)}") == 1
+    said = capsys.readouterr().err
+    assert "leaves no room for regenerate.max_new_tokens in the model's context: rows [2]\n" in said, said
+    assert re.search(r"the endpoint refused \(.*\): rows \[5\]\n", said), said
     report = result(tmp_path)
     assert {name: report[name] for name in ("rows_written", "too_long", "empty", "refused")} == {
         "rows_written": 1, "too_long": 1, "empty": 2, "refused": 1,
