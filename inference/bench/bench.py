@@ -55,6 +55,7 @@ class Race:
         self.leader = next(one for one in self.results if one.system is leader)
         self.prompts, self.settings, self.batch, self.seed = prompts, settings, batch, seed
         self.pace = 0.1 if sys.stderr.isatty() else 10.0  # seconds between updates of progress
+        self.others = OtherPrograms()
         self.dropped_turns = 0
         """Later turns of conversations that did not fit into the context."""
 
@@ -63,7 +64,7 @@ class Race:
         returns the results."""
         self._warm_up()
         total = sum(1 + len(prompt.later) for prompt in self.prompts) * len(self.results) * rounds
-        with tqdm(total=total, desc=self.title, unit="sequence", mininterval=self.pace) as progress:
+        with self.others, tqdm(total=total, desc=self.title, unit="sequence", mininterval=self.pace) as progress:
             for number in range(rounds):
                 self._round(number, prompter, progress)
         self._time_parts()
@@ -177,15 +178,13 @@ def compare(
     ar = HeadstartSystem(AR, SpeculativeModel(backbone, capture=heads[0][1].capture))
     ar_transformers = TransformersSystem(AR_TRANSFORMERS, backbone)
     drafting, judging = _drafting_systems(heads, plan), Judging(backbone)
-    report = _header(backbone, fitting, plan) | {"dropped_prompts": len(too_long), "set_aside": too_long}
+    report = _header(backbone, fitting, plan, len(prompts)) | {"set_aside": too_long}
     for temperature in plan.temperatures:
         first: SystemResult | None = None
         for batch in plan.batches:
             baselines = [ar_transformers, ar, *(one for one in others if batch == 1 or not one.one_by_one)]
             race = Race(ar, [*baselines, *drafting], fitting, plan.settings(temperature), batch, plan.seed)
-            with OtherPrograms() as beside:
-                by_system = race.run(prompter, plan.rounds)
-            report["other_programs"] = max(report["other_programs"], beside.processors)
+            by_system = race.run(prompter, plan.rounds)
             references = References(by_system[ar], by_system[ar_transformers], first, by_system)
             sizes = Sizes(temperature, batch, report["weight_bytes"], report["memory_bytes_per_second"])
             ours = {system: result(by_system[system], references, race.settings, sizes) for system in drafting}
@@ -195,6 +194,7 @@ def compare(
             report["baselines"] += rows.values()
             report["results"] += ours.values()
             report["dropped_turns"] += race.dropped_turns
+            report["other_programs"] = max(report["other_programs"], race.others.processors)
             if plan.replay and prompter is not None and batch == plan.batches[0]:
                 report.setdefault("replays", []).extend(record([ar, *drafting], fitting, race.settings, plan.seed, prompter.tokenizer))
             if first is None and prompter is not None:
@@ -251,12 +251,13 @@ def those_that_fit(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) ->
     return fitting, [number for number, prompt in enumerate(prompts, 1) if len(prompt.ids_T) > longest]
 
 
-def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:
-    """The report without results: backbone, prompts, settings, versions, machine."""
+def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan, given: int) -> dict[str, Any]:
+    """The report without results: backbone, prompts of those given, settings, versions, machine."""
     return {
         "backbone": backbone.name,
         "prompts": len(prompts),
         "tasks": dict(Counter(prompt.task for prompt in prompts)),
+        "dropped_prompts": given - len(prompts),
         "dropped_turns": 0,
         "max_new_tokens": plan.max_new_tokens,
         "seed": plan.seed,

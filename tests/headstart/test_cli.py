@@ -65,10 +65,16 @@ def written(house: Path, settings: Settings, kind: str | None = "eagle3", prompt
 def test_bench(house, tmp_path, capsys):
     file = tmp_path / "made" / "report.json"
     heads = ["--heads", "eagle3", "--heads", "medusa", "--temperature", "0", "--temperature", "1"]
-    sizes = ["--max-new-tokens", "24", "--nodes", "12", "--width", "4", "--seed", "5", "--threads", "1"]
+    sizes = ["--max-new-tokens", "24", "--nodes", "12", "--width", "4", "--seed", "5", "--threads", "1", "--rounds", "1"]
     assert main(["bench", *heads, "--prompts", "prompts.jsonl", *sizes, "--json", str(file)]) == 0
     report, printed = json.loads(file.read_text()), capsys.readouterr()
-    assert report["prompts"] == 2 and report["max_new_tokens"] == 24 and report["threads"] == 1 and report["dtype"] == "fp32"
+    assert (
+        report["prompts"] == 2
+        and report["rounds"] == 1
+        and report["max_new_tokens"] == 24
+        and report["threads"] == 1
+        and report["dtype"] == "fp32"
+    )
     assert report["backbone"] == str(house / "backbone") and set(report["versions"]) == {"headstart", "torch", "transformers", "python"}
     assert [(row["head"], row["temperature"]) for row in report["results"]] == [(h, t) for t in (0.0, 1.0) for h in ("eagle3", "medusa")]
     for row in report["results"]:
@@ -117,7 +123,7 @@ def test_bench_with_everything(house, tmp_path, capsys):
     names = [*ar, "prompt lookup", "assistant backbone", *ar]
     assert [row["name"] for row in report["baselines"]] == names and all(name in printed for name in names)
     assert [row["batch"] for row in report["results"]] == [1, 2] and all(row["identical"] for row in report["results"])
-    assert report["results"][0]["tokens"] == 18  # two prompts and a second turn
+    assert report["results"][0]["tokens"] == 3 * 18  # two prompts and a second turn, in three rounds
     assert html.read_text().startswith("<!DOCTYPE html>") and "replays" not in report
 
 
