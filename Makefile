@@ -60,7 +60,7 @@ demo: $(INSTALLED)
 DEMO ?= out/smollm2
 PROMPTS ?= recipes/smollm2/train.jsonl
 MEASURED ?= recipes/smollm2/measure.jsonl
-BENCH ?= --temperature 0 --max-new-tokens 64 --threads 2
+BENCH ?= --temperature 0 --max-new-tokens 64 --threads 2 --rounds 1
 SMOLLM2 := out/real/SmolLM2-135M-Instruct.Q4_1.gguf
 GIVEN := recipes/smollm2/eagle3.yaml $(SETTINGS)
 
