@@ -126,9 +126,8 @@ def prepare(recipe: Recipe) -> Run:
     if state is not None:
         _resume(run, state)
     log.say(_summary(run, splits, cache_summary, started))
-    if state is None:
-        for trainer in trainers:
-            log.note(0, {"init": trainer.start, "draft_vocabulary": trainer.coverage, "chosen": trainer.chosen.values}, trainer.name)
+    for trainer in trainers if state is None else []:
+        log.note(0, {"init": trainer.start, "draft_vocabulary": trainer.coverage, "chosen": trainer.chosen.values}, trainer.name)
     return run
 
 

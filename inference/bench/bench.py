@@ -191,8 +191,7 @@ def compare(
             rows = {system: baseline(by_system[system], references, sizes) for system in baselines}
             _say(race.title, rows | ours)
             _judge(judging, rows | ours, by_system, race)
-            report["baselines"] += rows.values()
-            report["results"] += ours.values()
+            report["baselines"], report["results"] = [*report["baselines"], *rows.values()], [*report["results"], *ours.values()]
             report["dropped_turns"] += race.dropped_turns
             report["other_programs"] = max(report["other_programs"], race.others.processors)
             if plan.replay and prompter is not None and batch == plan.batches[0]:

@@ -91,7 +91,7 @@ def say_once(reason: str) -> None:
 
 def _shapes(call: Call) -> list[Shape]:
     """The sizes of what `Reader._read` is called with."""
-    stores, index = call.held[0], call.inputs[3]
+    stores, index = call.held[0], call.inputs[1]
     found: list[Shape] = []
     for place, leaf in enumerate(call.leaves[: call.held_leaves]):
         rows_there = (leaf.shape[0], "rows", *leaf.shape[2:])

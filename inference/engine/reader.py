@@ -159,11 +159,11 @@ class Reader:
             self.view = TreeCache(cache.groups)
         stores = cache.keys, cache.values
         B, rows = len(tokens_BN), stores[0][0].shape[1]
-        inputs = (tokens_BN, levels_BM, ancestors_BNM, index_BN, cache.lengths_B)
+        inputs = (tokens_BN, levels_BM, ancestors_BNM), index_BN, cache.lengths_B
         if rows > B:  # fixed memory
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
-        ends = inputs[-1], torch.arange(slots, device=tokens_BN.device)
-        arguments = (stores, cache.states), *inputs[:-1], ends
+        nodes, index_BN, lengths_B = inputs
+        arguments = (stores, cache.states), nodes, index_BN, (lengths_B, torch.arange(slots, device=tokens_BN.device))
         compiled = None if self.compiled is None else self.compiled(*arguments)
         features, logits_BNV, cache.added = self.read(*arguments) if compiled is None else compiled[0]
         features = replace(features, taps={tap: (features.taps or {})[tap] for tap in self.taps} or None)
@@ -175,15 +175,13 @@ class Reader:
         self,
         taps: tuple[int, ...],
         held: tuple[Stores, States | None],
-        tokens_BN: Tensor,
-        levels_BM: Tensor,
-        ancestors_BNM: Tensor,
+        nodes: tuple[Tensor, Tensor, Tensor],
         index_BN: Tensor | None,
         ends: tuple[Tensor, Tensor],
     ) -> tuple[Features, Tensor, Added | None]:
-        """``ends``: the lengths of the rows, and the slots that are attended to, of which only the number counts."""
+        """``nodes``, ``index_BN``: see `nodes`. ``ends``: the rows' lengths, and the slots attended to, of which only the number counts."""
         assert self.view is not None
-        (stores, states), (lengths_B, slot_S) = held, ends
+        (stores, states), (tokens_BN, levels_BM, ancestors_BNM), (lengths_B, slot_S) = held, nodes, ends
         positions_BM = positions_BN = lengths_B[:, None] + levels_BM
         if index_BN is None:
             slots_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)

@@ -68,13 +68,8 @@ def test_bench(house, tmp_path, capsys):
     sizes = ["--max-new-tokens", "24", "--nodes", "12", "--width", "4", "--seed", "5", "--threads", "1", "--rounds", "1"]
     assert main(["bench", *heads, "--prompts", "prompts.jsonl", *sizes, "--json", str(file)]) == 0
     report, printed = json.loads(file.read_text()), capsys.readouterr()
-    assert (
-        report["prompts"] == 2
-        and report["rounds"] == 1
-        and report["max_new_tokens"] == 24
-        and report["threads"] == 1
-        and report["dtype"] == "fp32"
-    )
+    expected = {"prompts": 2, "rounds": 1, "max_new_tokens": 24, "threads": 1, "dtype": "fp32"}
+    assert {key: report[key] for key in expected} == expected
     assert report["backbone"] == str(house / "backbone") and set(report["versions"]) == {"headstart", "torch", "transformers", "python"}
     assert [(row["head"], row["temperature"]) for row in report["results"]] == [(h, t) for t in (0.0, 1.0) for h in ("eagle3", "medusa")]
     for row in report["results"]:

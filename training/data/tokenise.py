@@ -140,7 +140,6 @@ class Stats:
     bad_row: str = ""
     """What is wrong with the first of them."""
     unread: str = ""
-    """Names of fields that nothing reads."""
     rows_split: int = 0
     """Rows that became one sample per turn because the template rewrites earlier turns."""
     samples_truncated: int = 0
@@ -159,9 +158,8 @@ class Stats:
     @classmethod
     def of(cls, left_out: Sequence[BadRows]) -> Stats:
         """The counts of what no samples are made of."""
-        first = next((one.first for one in left_out if one.first), "")
-        unread = ", ".join(dict.fromkeys(one.unread for one in left_out if one.unread))
-        return cls(rows_bad=sum(one.count for one in left_out), bad_row=first, unread=unread)
+        first, unread = next((one.first for one in left_out if one.first), ""), {one.unread: 0 for one in left_out if one.unread}
+        return cls(rows_bad=sum(one.count for one in left_out), bad_row=first, unread=", ".join(unread))
 
     def __add__(self, other: Stats) -> Stats:
         """The counts of both; of texts the first."""

@@ -139,8 +139,7 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
     report = {
         "out": str(out), "rows": len(items), "rows_written": written, "rows_dropped": len(items) - written, "turns": counts["turns"],
         "tokens": counts["tokens"], **{error: counts[error] for error in ERRORS}, "rows_resumed": len(items) - len(missing),
-        "set_aside": set_aside,
-        "seconds": seconds, "tokens_per_second": tokens / seconds, **responder.report(),
+        "set_aside": set_aside, "seconds": seconds, "tokens_per_second": tokens / seconds, **responder.report(),
     }  # fmt: skip
     _print(report, recipe, detail)
     if keeper is not None:

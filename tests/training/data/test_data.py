@@ -104,7 +104,7 @@ def test_a_dataset_that_is_not_there_is_named():
         ("rows.jsonl", b"\n", "rows.jsonl holds no rows"),
         ("rows.jsonl", b'{"text": "\xff"}\n', "rows.jsonl, line 1 is not UTF-8 text"),
         ("rows.json", b"[1]", "rows.json: a .json file of data is one list of rows"),
-        ("rows.jsonl.gz", b"plain", "rows.jsonl.gz cannot be read: Not a gzipped file"),
+        ("rows.jsonl.gz", b"plain", "rows.jsonl.gz, line 1: not valid JSON"),
         ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "rows.jsonl.gz cannot be read: Compressed file ended"),
         ("rows.parquet", b"PAR1", "rows.parquet cannot be read"),
         ("rows.txt", b"a", "rows.txt is not a kind of file that can be read; its name should end in .jsonl, .ndjson, .json"),
