@@ -20,6 +20,7 @@ from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
+from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
 from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
@@ -288,9 +289,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """Load a backbone's tokenizer. Raises UserError if there is none."""
     try:
         gguf = find_gguf(path)
-        source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else gguf.arguments
-        with nullcontext() if gguf is None else quick_reader():
-            return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
+        if gguf is None:
+            return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+        with quick_reader():
+            return gguf_tokenizer(gguf) or AutoTokenizer.from_pretrained(**gguf.arguments)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # as with models: what is raised depends on the tokenizer and on the damage
