@@ -19,11 +19,12 @@ from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_
 from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
+from headstart.heads.backbone.gguf_config import say_unread
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
-from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
+from headstart.heads.backbone.model_config import Attention, attention_kernel, empty_model, load_config, load_error
 from headstart.heads.backbone.probes import decoder_layers, decoder_of, find_kinds, find_postprocessing, refusal_of, require_masks, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import Recurrent
@@ -267,6 +268,8 @@ def load_backbone(
     kind = loaded_dtype(dtype, config, on)
     try:
         with nullcontext() if gguf is None else gguf.reading(kind):
+            if gguf is not None:
+                say_unread(gguf, empty_model(config, path))
             model, report = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
                 attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.adapter import ADAPTER_CONFIG
-from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
+from headstart.heads.backbone.gguf_config import read_gguf_config
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.support.errors import UserError, cause
 
