@@ -40,7 +40,7 @@ MEANINGS: dict[str, str] = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads num_kv_heads",
+    "attention.head_count_kv": "num_kv_heads num_key_value_heads",
     "attention.key_length": "global_head_dim head_dim",
     "attention.key_length_swa": "head_dim",
     "attention.shared_kv_layers": "num_kv_shared_layers",
@@ -95,7 +95,10 @@ def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
 
 def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
     """Set what the header says and the configuration lacks; yield the keys, with their values, of which nothing is known."""
-    known, metadata = config.to_dict() | config.attribute_map, file.header.metadata
+    values, metadata = config.to_dict(), file.header.metadata
+    known = values | {name: values.get(own) for name, own in config.attribute_map.items()}
+    heads, width = known["num_attention_heads"], known["hidden_size"]
+    implied = {"attention.key_length": width // heads, "attention.head_count_kv": heads, "feed_forward_length": 4 * width}
     for key in sorted(metadata, key=lambda key: ".rope." in key):  # shares of a head's width, after the width
         owner, _, name = key.partition(".")
         value = metadata[key] - _further(file) if name == "block_count" else metadata[key]
@@ -107,32 +110,25 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
         elif name == "attention.sliding_window_pattern":
             read = _pattern(value, config) == known.get("layer_types")
         elif attribute is None or (name == "attention.sliding_window" and known.get("use_sliding_window") is False):
-            read = name == "attention.key_length" and value * config.num_attention_heads == config.hidden_size
+            read = value == implied.get(name)
+        elif isinstance(value, list):  # for each layer
+            read = known[attribute] in (value, max(value))
         else:
-            read = _set(config, attribute, value)
+            read = True
+            if not isinstance(known[attribute], (int, float)) or not math.isclose(known[attribute], value, rel_tol=1e-6):
+                setattr(config, attribute, value)
         if not read:
             yield f"{key} = {one_line(f'{value:.6g}' if isinstance(value, float) else str(value), 60)}"
     for suffix, attribute in BIASES.items():
         if attribute in known and any(tensor.endswith(suffix) for tensor in file.header.tensors):
             setattr(config, attribute, True)
     if file.architecture in LARGE:
-        shared = config.hidden_size // config.num_attention_heads
-        config.query_pre_attn_scalar = shared if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim
+        config.query_pre_attn_scalar = width // heads if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim
 
 
 def _further(file: GgufFile) -> int:
     """Return the last layers that are no part of the model: they draft further tokens (MTP)."""
     return int(file.header.metadata.get(f"{file.architecture}.nextn_predict_layers", 0))
-
-
-def _set(config: PretrainedConfig, attribute: str, value: Any) -> bool:
-    """Set an attribute to what the header says, unless it says so for each layer; return whether it is right."""
-    found = getattr(config, attribute)
-    if isinstance(value, list):
-        return found == value or found == max(value)
-    if not isinstance(found, (int, float)) or not math.isclose(found, value, rel_tol=1e-6):
-        setattr(config, attribute, value)
-    return True
 
 
 def _pattern(value: Any, config: PretrainedConfig) -> list[str]:
