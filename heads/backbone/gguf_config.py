@@ -112,7 +112,7 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
         elif attribute is None or (name == "attention.sliding_window" and known.get("use_sliding_window") is False):
             read = value == implied.get(name)
         elif isinstance(value, list):  # for each layer
-            read = known[attribute] in (value, max(value))
+            read = known[attribute] == value or {*value} - {0} == {known[attribute]}
         else:
             read = True
             if not isinstance(known[attribute], (int, float)) or not math.isclose(known[attribute], value, rel_tol=1e-6):
