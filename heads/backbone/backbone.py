@@ -19,9 +19,7 @@ from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_
 from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
-from headstart.heads.backbone.gguf_config import say_unread
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
-from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
 from headstart.heads.backbone.model_config import Attention, attention_kernel, empty_model, load_config, load_error
@@ -267,9 +265,7 @@ def load_backbone(
     source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
     kind = loaded_dtype(dtype, config, on)
     try:
-        with nullcontext() if gguf is None else gguf.reading(kind):
-            if gguf is not None:
-                say_unread(gguf, empty_model(config, path))
+        with nullcontext() if gguf is None else gguf.reading(kind, empty_model(config, path)):
             model, report = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
                 attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
@@ -294,6 +290,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         gguf = find_gguf(path)
         if gguf is None:
             return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+        from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer  # here, since few backbones are such files
+
         with quick_reader():
             return gguf_tokenizer(gguf) or AutoTokenizer.from_pretrained(**gguf.arguments)
     except (UserError, MemoryError):

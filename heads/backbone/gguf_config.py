@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
@@ -24,35 +25,21 @@ from headstart.support.errors import UserError, cause, notice, one_line
 
 ROPE_FACTORS = "rope_freqs.weight"
 MEANINGS: dict[str, str] = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size ffn_hidden_size n_inner",
-    "vocab_size": "vocab_size",
-    "use_parallel_residual": "use_parallel_residual",
-    "full_attention_interval": "full_attention_interval",
-    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-    "expert_count": "num_local_experts num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    "logit_scale": "logit_scale",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_kv_heads num_key_value_heads",
-    "attention.key_length": "global_head_dim head_dim",
-    "attention.key_length_swa": "head_dim",
-    "attention.shared_kv_layers": "num_kv_shared_layers",
-    "attention.sliding_window": "sliding_window",
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size ffn_hidden_size n_inner", "vocab_size": "vocab_size",
+    "use_parallel_residual": "use_parallel_residual", "full_attention_interval": "full_attention_interval",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input", "expert_count": "num_local_experts num_experts",
+    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "logit_scale": "logit_scale",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_kv_heads num_key_value_heads",
+    "attention.key_length": "global_head_dim head_dim", "attention.key_length_swa": "head_dim",
+    "attention.shared_kv_layers": "num_kv_shared_layers", "attention.sliding_window": "sliding_window",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps layer_norm_epsilon",
-    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps",
-    "shortconv.l_cache": "conv_L_cache",
-    "ssm.conv_kernel": "conv_kernel linear_conv_kernel_dim",
-    "ssm.state_size": "state_size linear_key_head_dim",
-    "ssm.time_step_rank": "time_step_rank linear_num_value_heads",
-    "ssm.group_count": "linear_num_key_heads",
-}
+    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", "shortconv.l_cache": "conv_L_cache",
+    "ssm.conv_kernel": "conv_kernel linear_conv_kernel_dim", "ssm.state_size": "state_size linear_key_head_dim",
+    "ssm.time_step_rank": "time_step_rank linear_num_value_heads", "ssm.group_count": "linear_num_key_heads",
+}  # fmt: skip
 """Keys, after the architecture, and the attributes that mean the same; of several the first that a configuration has."""
 BIASES = {"attn_q.bias": "attention_bias", "ffn_up.bias": "mlp_bias"}
 """Tensors that a configuration allows for."""
@@ -63,6 +50,8 @@ ELSEWHERE = {
     "ssm.inner_size", "tensor_data_layout",
 }  # fmt: skip
 """Keys that `_set_rope` reads, that transformers reads in its own way, or that change nothing of the models that it reads."""
+TOKENIZER = re.compile(r"chat_template|huggingface|\.(model|pre|tokens|token_type.*|scores|merges|add_(bos|eos)_token|add_space_prefix)$")
+"""What is read of the tokenizer (gguf_tokenizer.py), or says nothing of its ids."""
 LARGE = {"gemma2": 46, "gemma3": 62}
 """Layers of the sizes of Gemma whose queries are scaled by the share of a head, not by its width."""
 
@@ -97,11 +86,13 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
     """Set what the header says and the configuration lacks; yield the keys, with their values, of which nothing is known."""
     values, metadata = config.to_dict(), file.header.metadata
     known = values | {name: values.get(own) for name, own in config.attribute_map.items()}
-    heads, width = known["num_attention_heads"], known["hidden_size"]
+    heads, width = known.get("num_attention_heads") or 1, known["hidden_size"]
     implied = {"attention.key_length": width // heads, "attention.head_count_kv": heads, "feed_forward_length": 4 * width}
     for key in sorted(metadata, key=lambda key: ".rope." in key):  # shares of a head's width, after the width
         owner, _, name = key.partition(".")
-        value = metadata[key] - _further(file) if name == "block_count" else metadata[key]
+        value = metadata[key] - metadata.get(f"{owner}.nextn_predict_layers", 0) if name == "block_count" else metadata[key]
+        if owner == "tokenizer" and value and not name.endswith("_token_id") and not TOKENIZER.search(name):
+            yield f"{key} = {one_line(str(value), 60)}"
         if owner != file.architecture or name in ELSEWHERE or not value:
             continue
         attribute = next((one for one in MEANINGS.get(name, "").split() if one in known), None)
@@ -124,11 +115,6 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
             setattr(config, attribute, True)
     if file.architecture in LARGE:
         config.query_pre_attn_scalar = width // heads if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim
-
-
-def _further(file: GgufFile) -> int:
-    """Return the last layers that are no part of the model: they draft further tokens (MTP)."""
-    return int(file.header.metadata.get(f"{file.architecture}.nextn_predict_layers", 0))
 
 
 def _pattern(value: Any, config: PretrainedConfig) -> list[str]:
@@ -168,10 +154,11 @@ def say_unread(file: GgufFile, model: PreTrainedModel) -> None:
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    architecture = next(one for one, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
-    layers, names = file.header.metadata[f"{file.architecture}.block_count"], {}
+    architecture, metadata = next(one for one, name in MODEL_ARCH_NAMES.items() if name == file.architecture), file.header.metadata
+    layers, names = metadata[f"{file.architecture}.block_count"], {}
+    drafting = range(layers - metadata.get(f"{file.architecture}.nextn_predict_layers", 0), layers)  # no part of the model (MTP)
+    apart = ("rope_f", *(f"blk.{layer}." for layer in drafting))
     table = get_tensor_name_map(architecture, layers)
-    apart = ("rope_f", *(f"blk.{layer}." for layer in range(layers - _further(file), layers)))
     for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
         parts = name.split(".")
         ends = (table.get_name(".".join(parts[start:]), (".weight", ".bias")) for start in range(len(parts)))

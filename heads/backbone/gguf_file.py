@@ -97,11 +97,15 @@ class GgufFile:
         return f"{self.path.name}, {self.type}, {size}; dequantized to {dtype_name(dtype)} {memory} of memory"
 
     @contextmanager
-    def reading(self, dtype: torch.dtype | str) -> Iterator[None]:
-        """Say first what the weights take in memory; show transformers' progress bar only on a terminal."""
+    def reading(self, dtype: torch.dtype | str, empty: PreTrainedModel) -> Iterator[None]:
+        """Say first what the weights take in memory, and which the model, ``empty``, lacks; show a progress bar only on a terminal."""
+        from headstart.heads.backbone.gguf_config import say_unread  # here, since few backbones are such files
+
         notice(f"backbone {self.described(dtype if isinstance(dtype, torch.dtype) else self.dtype)}")
-        with quick_reader(), nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
-            yield
+        with quick_reader():
+            say_unread(self, empty)
+            with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
+                yield
 
     def describe_in(self, model: PreTrainedModel, path: str) -> None:
         """Let the model know where it is from, ``path`` or the file in that folder, that it is dequantized, and what ends its texts."""

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.adapter import ADAPTER_CONFIG
-from headstart.heads.backbone.gguf_config import read_gguf_config
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.support.errors import UserError, cause
@@ -44,8 +43,12 @@ Attention = Literal["auto", "sdpa", "eager"]
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a backbone's configuration and nothing else. Raises UserError if there is none, or if it is an encoder-decoder's."""
     try:
-        gguf = find_gguf(path)
-        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code) if gguf is None else read_gguf_config(gguf)
+        if (gguf := find_gguf(path)) is not None:
+            from headstart.heads.backbone.gguf_config import read_gguf_config  # here, since few backbones are such files
+
+            config = read_gguf_config(gguf)
+        else:
+            config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # what transformers raises for a damaged file depends on the model and on the damage

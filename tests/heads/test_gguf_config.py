@@ -107,6 +107,14 @@ def test_the_header_says_nothing_that_is_not_so(tmp_path: Path, caplog: pytest.L
     assert [line for line in caplog.messages if "transformers does not read" in line] == []
 
 
+def test_keys_of_the_tokenizer_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"tokenizer__ggml__remove_extra_whitespaces": 1, "tokenizer__ggml__add_sep_token": 0, "tokenizer__ggml__eot_token_id": 7}
+    load_config(str(write_gguf(tmp_path / "spaced.gguf", *chat_model(), **keys)))
+    assert said_by(caplog) == [
+        "spaced.gguf states tokenizer.ggml.remove_extra_whitespaces = 1, which transformers does not read: the model may compute otherwise"
+    ]
+
+
 def test_biases_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, tokenizer = chat_model(attention_bias=True, mlp_bias=True)
     for name, weight in model.named_parameters():
