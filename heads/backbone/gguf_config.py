@@ -77,7 +77,7 @@ def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
         known = f"transformers {transformers.__version__} cannot read this {file.architecture!r} model from GGUF"
         raise UserError(f"{path}: {known} ({cause(error, 200)}); give its folder of safetensors or its hub id") from None
     if unread:
-        notice(f"{path.name} states {', '.join(unread)}, which transformers does not read: the model may compute otherwise")
+        notice(f"{path.name} states {', '.join(unread)}, which is not read: the model may compute otherwise")
     config.dtype = file.dtype
     return config
 
