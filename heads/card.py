@@ -27,6 +27,8 @@ class Contract(Form):
     stored: list[str] | None = None
     """How a GGUF file stores the embedding and the output layer, if in blocks."""
     adapter: str | None = None
+    tokenizer: str | None = None
+    """Digest of the tokenizer's ids of fixed texts."""
 
 
 class Vocabulary(Form):

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, DRAFTER_ADAPTER
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.fingerprint import VERSION
+from headstart.heads.backbone.fingerprint import VERSION, tokenizer_digest
 from headstart.heads.backbone.model_config import end_tokens, read_sizes
 from headstart.heads.backbone.shipped import resolve_heads
 from headstart.heads.base import Drafter
@@ -78,6 +78,8 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()  # may raise: before anything is written
     backbone, weights = drafter.backbone, {"file": drafter.file_name}
     trained_on: dict[str, Any] = {"fingerprint": VERSION, "precision": backbone.precision}
+    if "tokenizer" in extra:
+        trained_on["tokenizer"] = extra.pop("tokenizer")
     if backbone.gguf is not None:
         trained_on["stored"], extra = backbone.gguf.stored, {**extra, "gguf": backbone.gguf.provenance}
     with transaction(folder) as new:
@@ -161,6 +163,8 @@ def load_drafter(
     folder, card = read_metadata(path)
     check_contract(str(path), card, backbone, allow_finetuned)
     _say_precision(str(path), card, backbone)
+    if tokenizer is not None and card["contract"].get("tokenizer") not in (None, tokenizer_digest(tokenizer)):
+        notice(f"{path} was trained with a tokenizer that gives other token ids for some texts than this one: fewer drafts may be accepted")
     if tokenizer is not None and not allow_finetuned:
         _require_template(str(path), card, tokenizer)
     try:

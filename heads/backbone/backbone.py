@@ -22,7 +22,7 @@ from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
-from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
+from headstart.heads.backbone.model_config import Attention, attention_kernel, empty_model, load_config, load_error
 from headstart.heads.backbone.probes import base_of, decoder_layers, probe, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import Recurrent
@@ -267,7 +267,8 @@ def load_backbone(
     source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
     kind = loaded_dtype(dtype, config, on)
     try:
-        with reaching(path), waiting(f"loading {path}"), nullcontext() if gguf is None else gguf.reading(kind):
+        reading = nullcontext() if gguf is None else gguf.reading(kind, empty_model(config, path))
+        with reaching(path), waiting(f"loading {path}"), reading:
             model, report = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
                 attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
@@ -290,9 +291,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """Load a backbone's tokenizer. Raises UserError if there is none."""
     try:
         gguf = find_gguf(path)
-        source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else gguf.arguments
-        with reaching(path), waiting(f"loading the tokenizer of {path}"), nullcontext() if gguf is None else quick_reader():
-            return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
+        with reaching(path), waiting(f"loading the tokenizer of {path}"):
+            if gguf is None:
+                return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+            from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer  # here, since few backbones are such files
+
+            with quick_reader():
+                return gguf_tokenizer(gguf) or AutoTokenizer.from_pretrained(**gguf.arguments)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # as with models: what is raised depends on the tokenizer and on the damage

@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from headstart.support.devices import spread
+from headstart.support.files import value_hash
 
 VERSION = 2
 COUNT = 32
@@ -28,11 +30,22 @@ BLOCK = 32
 Match = Literal["same", "rounded", "other"]
 Places = list[list[int]]
 """Indices into each matrix, flattened."""
+TEXTS = (
+    "Buy these:\n\n1. Bread, 12 eggs\n2.  Tea\n\nIt's 1984.", "|  a | 10 |\n|----|---:|\n", "def f(x):\n    return x[0]  # 1\n\n\n\tpass",
+    "  Ünïcode, café, ½ ²", "你好，世界。こんにちは 한국어", "🙂 I'LL SEE\r\n   ",
+)  # fmt: skip
+"""Texts that vocabularies split in different ways."""
 
 
 def fingerprint(matrices: Sequence[Tensor]) -> list[float]:
     """Return the values of the matrices ``[V, D]``, in their dtype; quantized ones are left out."""
     return _values(matrices, _places(matrices))
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of the token ids of TEXTS, alone and behind the token that ends a text."""
+    texts = [f"{end}{text}" for text in TEXTS for end in ("", tokenizer.eos_token or "")]
+    return value_hash([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
 
 
 def same_weights(ours: Any, theirs: Any) -> bool:

@@ -6,8 +6,6 @@ those of the file.
 
 from __future__ import annotations
 
-import copy
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -20,15 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import transformers
 from huggingface_hub import hf_hub_download
 from tqdm.auto import tqdm
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headstart.heads.backbone.fingerprint import bits_of
 from headstart.heads.backbone.shipped import resolve
 from headstart.support.devices import dtype_name
-from headstart.support.errors import UserError, cause, notice, waiting
+from headstart.support.errors import UserError, cause, notice
 from headstart.support.hub import cut_off, reaching
 from headstart.support.text import gigabytes
 
@@ -39,7 +36,6 @@ SUFFIX = ".gguf"
 PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 ENDS = ("eos", "eot", "eom")
 """Tokens that end a text or an answer, which llama.cpp names apart: ``tokenizer.ggml.eos_token_id`` and so on."""
-ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -107,10 +103,13 @@ class GgufFile:
         return f"{self.path.name}, {self.type}, {size}; dequantized to {dtype_name(dtype)} {memory} of memory"
 
     @contextmanager
-    def reading(self, dtype: torch.dtype | str) -> Iterator[None]:
-        """Say first what the weights take in memory."""
+    def reading(self, dtype: torch.dtype | str, empty: PreTrainedModel) -> Iterator[None]:
+        """Say first what the weights take in memory, and which the model, ``empty``, lacks."""
+        from headstart.heads.backbone.gguf_config import say_unread  # here, since few backbones are such files
+
         notice(f"backbone {self.described(dtype if isinstance(dtype, torch.dtype) else self.dtype)}")
         with quick_reader():
+            say_unread(self, empty)
             yield
 
     def describe_in(self, model: PreTrainedModel, path: str) -> None:
@@ -207,62 +206,3 @@ def _read(file: Path, size: int, changed: int) -> GgufFile:
     if size < header.end:
         raise UserError(f"{file} is cut short: it has {size:,} bytes of the {header.end:,} that its header states; fetch it again")
     return GgufFile(file, size, header)
-
-
-def read_gguf_config(file: GgufFile) -> PretrainedConfig:
-    """Return the configuration that the header states. Raises UserError if transformers reads no such model from GGUF."""
-    return copy.deepcopy(_config(file.path, file.size, file.path.stat().st_mtime_ns))
-
-
-@lru_cache(maxsize=8)
-def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
-    """The same, read once: transformers' reader takes seconds."""
-    file = find_gguf(str(path))
-    assert file is not None
-    try:
-        with quick_reader(), waiting(f"reading {path.name}"):
-            config: PretrainedConfig = AutoConfig.from_pretrained(**file.arguments)
-        _set_rope(config, file)
-    except MemoryError:
-        raise
-    except Exception as error:  # what transformers raises depends on what a header lacks
-        known = f"transformers {transformers.__version__} cannot read this {file.architecture!r} model from GGUF"
-        raise UserError(f"{path}: {known} ({cause(error, 200)}); give its folder of safetensors or its hub id") from None
-    config.dtype = file.dtype
-    return config
-
-
-def _set_rope(config: PretrainedConfig, file: GgufFile) -> None:
-    """Add the scaling of rotary frequencies, which transformers leaves out for most architectures. Raises UserError for an unknown one."""
-    stated = {name.partition(".rope.scaling.")[2]: value for name, value in file.header.metadata.items() if ".rope.scaling." in name}
-    rope: Any = config.get_text_config().to_dict().get("rope_parameters") or {}
-    one = rope.get("full_attention", rope)  # with one set for each kind of layer, llama.cpp scales that of full attention
-    kind, factor = stated.get("type"), stated.get("factor") or 1.0
-    if one.get("rope_type", "default") != "default":
-        return
-    if ROPE_FACTORS in file.header.tensors:
-        one |= _llama3(one["rope_theta"], _values(file, ROPE_FACTORS))
-    elif kind in ("linear", "yarn"):
-        original = {"original_max_position_embeddings": stated.get("original_context_length")} if kind == "yarn" else {}
-        one |= {"rope_type": kind, "factor": float(factor), **original} if factor != 1 else {}
-    elif kind not in (None, "none") or any(name.startswith("rope_factors_") for name in file.header.tensors):
-        raise ValueError(f"its rotary frequencies are scaled by {kind or 'longrope'}")
-    if rope:
-        config.get_text_config().rope_parameters = rope
-
-
-def _llama3(theta: float, factors: np.ndarray) -> dict[str, Any]:
-    """Return the parameters of Llama 3's scaling that divides the frequencies by these factors. Raises ValueError if there are none."""
-    frequencies = theta ** -(np.arange(len(factors)) / len(factors))
-    for original in (8192, 4096, 16384, 32768, 2048):
-        smooth = np.clip((original * frequencies / (2 * math.pi) - 1) / 3, 0, 1)
-        if np.allclose(1 / factors, (1 - smooth) / factors.max() + smooth, rtol=1e-3):
-            found = {"factor": float(f"{factors.max():.5g}"), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-            return {"rope_type": "llama3", **found, "original_max_position_embeddings": original}
-    raise ValueError("its rotary frequencies are divided by factors that are not those of Llama 3")
-
-
-def _values(file: GgufFile, name: str) -> np.ndarray:
-    """Return an fp32 tensor of the file."""
-    tensor = file.header.tensors[name]
-    return np.fromfile(file.path, np.float32, tensor.elements, offset=tensor.place)

@@ -6,6 +6,7 @@ The package ``gguf`` reads it too, but makes an array of every token and merge o
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
 from mmap import ACCESS_READ, mmap
@@ -32,19 +33,19 @@ class StoredTensor:
 @dataclass(frozen=True)
 class GgufHeader:
     metadata: dict[str, Any]
-    """Values by key; of arrays of text, which hold the vocabulary, the length."""
+    """Values by key; of arrays of text, which hold the vocabulary, the length, unless asked for."""
     tensors: dict[str, StoredTensor]
     end: int
     """Bytes that the file has by what its header says."""
 
 
-def read_header(path: Path) -> GgufHeader:
-    """Read a file's header. Raises ValueError for a file that is none, OSError if it cannot be read."""
+def read_header(path: Path, texts: Container[str] = ()) -> GgufHeader:
+    """Read a file's header, with the arrays of text of these keys. Raises ValueError for a file that is none, OSError if not readable."""
     if path.stat().st_size < 24:
         raise ValueError(f"{path.stat().st_size} bytes are no GGUF file")
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
         try:
-            return _Reader(data).header()
+            return _Reader(data, texts).header()
         except (struct.error, UnicodeDecodeError, OverflowError) as error:
             raise ValueError(f"its header is cut short or damaged: {error}") from None
 
@@ -52,8 +53,8 @@ def read_header(path: Path) -> GgufHeader:
 class _Reader:
     """Reads from the place that it has reached."""
 
-    def __init__(self, data: mmap) -> None:
-        self.data, self.place = data, 0
+    def __init__(self, data: mmap, texts: Container[str]) -> None:
+        self.data, self.place, self.texts = data, 0, texts
 
     def header(self) -> GgufHeader:
         if self.data[:4] != MAGIC:
@@ -65,7 +66,7 @@ class _Reader:
         metadata = {}
         for _ in range(values):
             key = self.text()
-            metadata[key] = self.value(self.number("I"))
+            metadata[key] = self.value(self.number("I"), key in self.texts)
         infos = [self.info() for _ in range(tensors)]
         alignment = int(metadata.get("general.alignment") or 32)
         start = -(-self.place // alignment) * alignment
@@ -86,7 +87,7 @@ class _Reader:
             raise struct.error(f"it ends before byte {self.place:,}")
         return self.data[self.place - length : self.place]
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, whole: bool) -> Any:
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind == TEXT:
@@ -99,6 +100,8 @@ class _Reader:
             return list(struct.unpack(form, self.skip(struct.calcsize(form))))
         if element != TEXT:
             raise ValueError(f"its header holds an array of type {element}")
+        if whole:
+            return [self.text() for _ in range(count)]
         for _ in range(count):
             self.skip(self.number("Q"))
         return count

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.adapter import ADAPTER_CONFIG
-from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import EMBEDDED, SMOLLM2, resolve
 from headstart.support.errors import UserError, cause
 from headstart.support.hub import cut_off, reaching
@@ -45,10 +45,13 @@ Attention = Literal["auto", "sdpa", "eager"]
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a backbone's configuration and nothing else. Raises UserError if there is none, or if it is an encoder-decoder's."""
     try:
-        gguf = find_gguf(path)
-        with reaching(path):
-            known = {"trust_remote_code": trust_remote_code}
-            config = AutoConfig.from_pretrained(resolve(path), **known) if gguf is None else read_gguf_config(gguf)
+        if (gguf := find_gguf(path)) is not None:
+            from headstart.heads.backbone.gguf_config import read_gguf_config  # here, since few backbones are such files
+
+            config = read_gguf_config(gguf)
+        else:
+            with reaching(path):
+                config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # what transformers raises for a damaged file depends on the model and on the damage

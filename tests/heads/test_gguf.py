@@ -16,7 +16,7 @@ import torch
 from gguf_models import chat_model, stored_as, write_gguf
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from headstart.heads.backbone import gguf_file
+from headstart.heads.backbone import gguf_config, gguf_file
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.backbone.gguf_file import find_gguf, quick_reader
@@ -113,7 +113,7 @@ def test_vocabularies_are_read_as_arrays(files: dict[str, Path], monkeypatch: py
     }
     assert len({*read}) == 2
     read.clear()
-    gguf_file._config.cache_clear()
+    gguf_config._config.cache_clear()
     load_config(str(files["F16"]))
     load_tokenizer(str(files["F16"]))
     load_backbone(str(files["F16"]), device="cpu")

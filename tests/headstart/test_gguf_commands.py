@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 import headstart
 from headstart.cli.main import main
+from headstart.heads.backbone.fingerprint import tokenizer_digest
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import dump_yaml
@@ -67,6 +68,22 @@ def test_training_keeps_where_the_weights_are_from(trained: Path, house: Path) -
     assert card["backbone"] == str(house / "chat.gguf") and card["provenance"]["recipe"]["backbone"]["path"] == card["backbone"]
     types = {"Q8_0": 30, "F32": 9}
     assert card["provenance"]["gguf"] | {"bytes": 0} == {"file": "chat.gguf", "bytes": 0, "architecture": "llama", "types": types}
+
+
+def test_heads_name_their_tokenizer(trained: Path, at: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    on, own = headstart.load_backbone("chat.gguf", device="cpu"), headstart.load_tokenizer("chat.gguf")
+    apart = headstart.load_tokenizer("chat.gguf")
+    apart.add_tokens(["12 eggs"])
+    card = json.loads((trained / "headstart.json").read_text())
+    assert card["contract"]["tokenizer"] == tokenizer_digest(own) != tokenizer_digest(apart) and "tokenizer" not in card["provenance"]
+    line = "heads was trained with a tokenizer that gives other token ids for some texts than this one: fewer drafts may be accepted"
+    shutil.copytree(trained, tmp_path / "earlier")
+    del card["contract"]["tokenizer"]
+    (tmp_path / "earlier" / "headstart.json").write_text(json.dumps(card))
+    for path, tokenizer, lines in (("heads", own, []), ("heads", apart, [line]), (tmp_path / "earlier", apart, [])):
+        caplog.clear()
+        headstart.load(path, on, tokenizer=tokenizer, allow_finetuned=True)
+        assert [said for said in caplog.messages if "tokenizer" in said] == lines
 
 
 def test_generate_finds_the_file_by_the_heads(trained: Path, at: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase) 
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     special = set(tokenizer.all_special_tokens)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([CONTROL if token in special else NORMAL for token in tokens])
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
@@ -106,7 +106,7 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, config: Any,
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(new.rpartition(".")[2])
     values = tensor.float()
     if heads is not None:  # llama.cpp rotates neighbouring channels
-        values = values.view(heads, 2, -1, values.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+        values = values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(tensor.shape)
     if values.ndim == 1 or kind == "F32":
         writer.add_tensor(f"{new}.{end}", values.numpy())
     else:

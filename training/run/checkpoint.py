@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from headstart import __version__
+from headstart.heads.backbone.fingerprint import tokenizer_digest
 from headstart.heads.base import Drafter
 from headstart.heads.lora import lora_weights
 from headstart.support.chat.template import template_hash
@@ -42,13 +43,14 @@ from headstart.training.run.sharding import distribute_like, full_tensor
 
 
 def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:
-    """Return the provenance that is constant during a run: recipe, chat template, command, commit and library versions.
+    """Return the provenance that is constant during a run: recipe, tokenizer, chat template, command, commit and versions.
 
     ``ends``: the tokens at which the backbone's decoding stops.
     """
     chat = chat_settings(recipe.data, ends)
     return {
         "recipe": to_dict(recipe),
+        "tokenizer": tokenizer_digest(tokenizer),
         "chat_template": template_hash(chat.template_of(tokenizer)),
         "chat": chat.to_card(tokenizer),
         "command": shlex.join(sys.argv),

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from headstart.heads.backbone.adapter import ADAPTER
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
+from headstart.heads.backbone.gguf_config import read_gguf_config
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.checkpoint import AGAIN, METADATA, check_contract, read_drafter, read_metadata

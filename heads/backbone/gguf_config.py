@@ -1,0 +1,206 @@
+"""What the header of a GGUF file says, compared with the configuration and the model that transformers makes of it.
+
+transformers reads some of the keys of each architecture and leaves the others at its defaults, without a word. Here every key is compared:
+what it means is put right, and what is not known is said. MEANINGS and `_set_scale` are facts of llama.cpp (src/llama-arch.cpp and
+src/models/ in llama-cpp-python 0.3.36), beside the names that transformers' configurations give to the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
+from headstart.support.errors import UserError, cause, notice, one_line, waiting
+
+ROPE_FACTORS = "rope_freqs.weight"
+MEANINGS: dict[str, str] = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size ffn_hidden_size n_inner", "vocab_size": "vocab_size",
+    "use_parallel_residual": "use_parallel_residual", "full_attention_interval": "full_attention_interval",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input", "expert_count": "num_local_experts num_experts",
+    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "logit_scale": "logit_scale",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_kv_heads num_key_value_heads",
+    "attention.key_length": "global_head_dim head_dim", "attention.key_length_swa": "head_dim",
+    "attention.shared_kv_layers": "num_kv_shared_layers", "attention.sliding_window": "sliding_window",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps layer_norm_epsilon",
+    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", "shortconv.l_cache": "conv_L_cache",
+    "ssm.conv_kernel": "conv_kernel linear_conv_kernel_dim", "ssm.state_size": "state_size linear_key_head_dim",
+    "ssm.time_step_rank": "time_step_rank linear_num_value_heads", "ssm.group_count": "linear_num_key_heads",
+}  # fmt: skip
+"""Keys, after the architecture, and the attributes that mean the same; of several the first that a configuration has."""
+BIASES = {"attn_q.bias": "attention_bias", "ffn_up.bias": "mlp_bias"}
+"""Tensors that a configuration allows for."""
+ROPE = {"freq_base": "rope_theta", "scaling.yarn_beta_fast": "beta_fast", "scaling.yarn_beta_slow": "beta_slow"}
+ELSEWHERE = {
+    "attention.causal", "attention.value_length", "attention.value_length_swa", "expert_gating_func", "nextn_predict_layers",
+    "rope.dimension_sections", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
+    "ssm.inner_size", "tensor_data_layout",
+}  # fmt: skip
+"""Keys that `_set_rope` reads, that transformers reads in its own way, or that change nothing of the models that it reads."""
+TOKENIZER = re.compile(r"chat_template|huggingface|\.(model|pre|tokens|token_type.*|scores|merges|add_(bos|eos)_token|add_space_prefix)$")
+"""What is read of the tokenizer (gguf_tokenizer.py), or says nothing of its ids."""
+LARGE = {"gemma2": 46, "gemma3": 62}
+"""Layers of the sizes of Gemma whose queries are scaled by the share of a head, not by its width."""
+
+
+def read_gguf_config(file: GgufFile) -> PretrainedConfig:
+    """Return the configuration that the header states. Raises UserError if transformers reads no such model from GGUF."""
+    return copy.deepcopy(_config(file.path, file.size, file.path.stat().st_mtime_ns))
+
+
+@lru_cache(maxsize=8)
+def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
+    """The same, read once: transformers' reader takes seconds."""
+    file = find_gguf(str(path))
+    assert file is not None
+    try:
+        with quick_reader(), waiting(f"reading {path.name}"):
+            config: PretrainedConfig = AutoConfig.from_pretrained(**file.arguments)
+        _set_rope(config, file)
+        unread = [*_compared(config.get_text_config(), file)]
+    except MemoryError:
+        raise
+    except Exception as error:  # what transformers raises depends on what a header lacks
+        known = f"transformers {transformers.__version__} cannot read this {file.architecture!r} model from GGUF"
+        raise UserError(f"{path}: {known} ({cause(error, 200)}); give its folder of safetensors or its hub id") from None
+    if unread:
+        notice(f"{path.name} states {', '.join(unread)}, which is not read: the model may compute otherwise")
+    config.dtype = file.dtype
+    return config
+
+
+def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
+    """Set what the header says and the configuration lacks; yield the keys, with their values, of which nothing is known."""
+    values, metadata = config.to_dict(), file.header.metadata
+    known = values | {name: values.get(own) for name, own in config.attribute_map.items()}
+    heads, width = known.get("num_attention_heads") or 1, known["hidden_size"]
+    implied = {"attention.key_length": width // heads, "attention.head_count_kv": heads, "feed_forward_length": 4 * width}
+    for key in sorted(metadata, key=lambda key: ".rope." in key):  # shares of a head's width, after the width
+        owner, _, name = key.partition(".")
+        value = metadata[key] - metadata.get(f"{owner}.nextn_predict_layers", 0) if name == "block_count" else metadata[key]
+        if owner == "tokenizer" and value and not name.endswith("_token_id") and not TOKENIZER.search(name):
+            yield f"{key} = {one_line(str(value), 60)}"
+        if owner != file.architecture or name in ELSEWHERE or not value:
+            continue
+        attribute = next((one for one in MEANINGS.get(name, "").split() if one in known), None)
+        if name.startswith("rope."):
+            read = _set_rotary(config, name.removeprefix("rope."), value)
+        elif name == "attention.sliding_window_pattern":
+            read = _pattern(value, config) == known.get("layer_types")
+        elif attribute is None or (name == "attention.sliding_window" and known.get("use_sliding_window") is False):
+            read = value == implied.get(name)
+        elif isinstance(value, list):  # for each layer
+            read = known[attribute] == value or {*value} - {0} == {known[attribute]}
+        else:
+            read = True
+            if not isinstance(known[attribute], (int, float)) or not math.isclose(known[attribute], value, rel_tol=1e-6):
+                setattr(config, attribute, value)
+        if not read:
+            yield f"{key} = {one_line(f'{value:.6g}' if isinstance(value, float) else str(value), 60)}"
+    for suffix, attribute in BIASES.items():
+        if attribute in known and any(tensor.endswith(suffix) for tensor in file.header.tensors):
+            setattr(config, attribute, True)
+    if file.architecture in LARGE:
+        config.query_pre_attn_scalar = width // heads if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim
+
+
+def _pattern(value: Any, config: PretrainedConfig) -> list[str]:
+    """Return the kind of each layer: with a window where the list says so, or in all but the last of each group of so many."""
+    windows = value if isinstance(value, list) else [(layer + 1) % value != 0 for layer in range(config.num_hidden_layers)]
+    return ["sliding_attention" if window else "full_attention" for window in windows]
+
+
+def _set_rotary(config: PretrainedConfig, name: str, value: Any) -> bool:
+    """Set what the header says of rotary frequencies; return whether it is known."""
+    known: Any = config.to_dict()
+    rope, part = known.get("rope_parameters") or {}, "sliding_attention" if name.endswith("_swa") else "full_attention"
+    one, name = rope.get(part, {}) if "full_attention" in rope else rope, name.removesuffix("_swa")
+    if part == "sliding_attention" and one is rope:  # one set for all layers
+        return bool(value in (rope.get("rope_theta"), known.get("head_dim")))
+    if name == "dimension_count":
+        share = value / (known.get("head_dim") or config.hidden_size // config.num_attention_heads)
+        if "rotary_dim" in known:
+            config.rotary_dim = value
+        elif "partial_rotary_factor" not in one:
+            return bool(share == 1)
+        elif one.get("rope_type") != "proportional":  # whose factor is no share
+            one["partial_rotary_factor"] = share
+    elif name in ROPE and (name == "freq_base" or one.get("rope_type") == "yarn"):
+        one[ROPE[name]] = value
+    else:
+        return isinstance(value, (int, float)) and value == 1
+    if one:
+        config.rope_parameters = rope
+    return bool(one)
+
+
+def say_unread(file: GgufFile, model: PreTrainedModel) -> None:
+    """Say which tensors of the file no parameter of this model takes, if it has fewer weights than the file.
+
+    Weights of experts, which are joined as they are read, go by other names in the file.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture, metadata = next(one for one, name in MODEL_ARCH_NAMES.items() if name == file.architecture), file.header.metadata
+    layers, names = metadata[f"{file.architecture}.block_count"], {}
+    drafting = range(layers - metadata.get(f"{file.architecture}.nextn_predict_layers", 0), layers)  # no part of the model (MTP)
+    apart = ("rope_f", *(f"blk.{layer}." for layer in drafting))
+    table = get_tensor_name_map(architecture, layers)
+    for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
+        parts = name.split(".")
+        ends = (table.get_name(".".join(parts[start:]), (".weight", ".bias")) for start in range(len(parts)))
+        names[name] = next((found for found in ends if found is not None), None)
+    left = {name: one.elements for name, one in file.header.tensors.items() if name not in names.values() and not name.startswith(apart)}
+    others = sum(weight.numel() for name, weight in model.named_parameters() if names[name] not in file.header.tensors)
+    if sum(left.values()) > others:
+        shown = ", ".join([*left][:4]) + (", ..." if len(left) > 4 else "")
+        notice(f"{file.path.name} holds {len(left)} tensors that transformers does not read ({shown}): the model computes without them")
+
+
+def _set_rope(config: PretrainedConfig, file: GgufFile) -> None:
+    """Add the scaling of rotary frequencies, which transformers leaves out for most architectures. Raises UserError for an unknown one."""
+    stated = {name.partition(".rope.scaling.")[2]: value for name, value in file.header.metadata.items() if ".rope.scaling." in name}
+    rope: Any = config.get_text_config().to_dict().get("rope_parameters") or {}
+    one = rope.get("full_attention", rope)  # with one set for each kind of layer, llama.cpp scales that of full attention
+    kind, factor = stated.get("type"), stated.get("factor") or 1.0
+    if one.get("rope_type", "default") != "default":
+        return
+    if ROPE_FACTORS in file.header.tensors:
+        one |= _llama3(one["rope_theta"], _values(file, ROPE_FACTORS))
+    elif kind in ("linear", "yarn"):
+        original = {"original_max_position_embeddings": stated.get("original_context_length")} if kind == "yarn" else {}
+        one |= {"rope_type": kind, "factor": float(factor), **original} if factor != 1 else {}
+    elif kind not in (None, "none") or any(name.startswith("rope_factors_") for name in file.header.tensors):
+        raise ValueError(f"its rotary frequencies are scaled by {kind or 'longrope'}")
+    if rope:
+        config.get_text_config().rope_parameters = rope
+
+
+def _llama3(theta: float, factors: np.ndarray) -> dict[str, Any]:
+    """Return the parameters of Llama 3's scaling that divides the frequencies by these factors. Raises ValueError if there are none."""
+    frequencies = theta ** -(np.arange(len(factors)) / len(factors))
+    for original in (8192, 4096, 16384, 32768, 2048):
+        smooth = np.clip((original * frequencies / (2 * math.pi) - 1) / 3, 0, 1)
+        if np.allclose(1 / factors, (1 - smooth) / factors.max() + smooth, rtol=1e-3):
+            found = {"factor": float(f"{factors.max():.5g}"), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            return {"rope_type": "llama3", **found, "original_max_position_embeddings": original}
+    raise ValueError("its rotary frequencies are divided by factors that are not those of Llama 3")
+
+
+def _values(file: GgufFile, name: str) -> np.ndarray:
+    """Return an fp32 tensor of the file."""
+    tensor = file.header.tensors[name]
+    return np.fromfile(file.path, np.float32, tensor.elements, offset=tensor.place)

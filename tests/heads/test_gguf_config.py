@@ -1,0 +1,139 @@
+"""Every key and tensor of a GGUF file is compared with the model that comes of it: put right where it is known, said where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_models import chat_model, write_gguf
+
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.backbone.model_config import load_config
+
+SIZES = {"context_length": 4096, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "vocab_size": 32}
+HEADS = {"attention.head_count": 4, "attention.head_count_kv": 2}
+RMS, NORM = {"attention.layer_norm_rms_epsilon": 1e-6}, {"attention.layer_norm_epsilon": 1e-5}
+WIDE = {"attention.key_length": 32, "attention.value_length": 32}
+BASE = {"rope.freq_base": 1e6}
+
+
+def said_by(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Lines of Headstart; transformers has some of its own."""
+    return [record.getMessage() for record in caplog.records if record.name == "headstart"]
+
+
+def config_of(folder: Path, architecture: str, stated: dict[str, Any], tensors: tuple[str, ...] = ()) -> Any:
+    """Return the configuration of a file whose header says this."""
+    file = gguf.GGUFWriter(folder / "small.gguf", architecture)
+    for key, value in {**SIZES, **HEADS, **stated}.items():
+        add = {bool: file.add_bool, int: file.add_uint32, float: file.add_float32, str: file.add_string, list: file.add_array}[type(value)]
+        add(f"{architecture}.{key}", value)
+    file.add_tokenizer_model("gpt2")
+    file.add_token_list([f"t{number}" for number in range(32)])
+    for tensor in ("token_embd.weight", *tensors):
+        file.add_tensor(tensor, np.zeros((32, 64) if tensor.endswith("weight") else 64, np.float32))
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    return load_config(str(folder / "small.gguf")).get_text_config()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stated", "expected"),
+    [
+        ("starcoder2", NORM | BASE, {"rope_theta": 1e6, "norm_epsilon": 1e-5}),
+        ("phi3", RMS | {"attention.sliding_window": 2047}, {"sliding_window": 2047}),
+        ("phi3", RMS | {"rope.dimension_count": 12}, {"partial_rotary_factor": 0.75}),
+        ("stablelm", NORM | {"rope.dimension_count": 8}, {"partial_rotary_factor": 0.5}),
+        ("nemotron", {"attention.layer_norm_epsilon": 2e-5}, {"norm_eps": 2e-5}),
+        ("qwen3", RMS | WIDE | BASE, {"head_dim": 32}),
+        ("llama", RMS | WIDE | {"rope.dimension_count": 32}, {"head_dim": 32, "attention_bias": False}),
+        ("gemma2", RMS | WIDE | {"final_logit_softcapping": 20.0}, {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 32}),
+        ("gemma2", RMS | WIDE | {"block_count": 46, "attention.head_count": 2}, {"query_pre_attn_scalar": 32}),
+        ("gemma3", RMS | WIDE | BASE | {"block_count": 62, "attention.head_count": 8}, {"query_pre_attn_scalar": 8}),
+        ("qwen2moe", RMS | {"expert_count": 8, "expert_feed_forward_length": 24}, {"moe_intermediate_size": 24, "num_experts": 8}),
+        ("gpt2", NORM | {"attention.head_count_kv": 4}, {"max_position_embeddings": 4096}),
+    ],
+)  # fmt: skip
+def test_what_transformers_leaves_out(
+    architecture: str, stated: dict[str, Any], expected: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, architecture, stated)
+    found = {name: getattr(config, name, None) or (config.to_dict().get("rope_parameters") or {}).get(name, False) for name in expected}
+    assert found == pytest.approx(expected) and not said_by(caplog)
+
+
+def test_windows_of_some_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stated = RMS | WIDE | BASE | {"block_count": 6, "attention.sliding_window": 512, "rope.freq_base_swa": 2e4}
+    for pattern in (6, [True] * 5 + [False]):
+        config = config_of(tmp_path, "gemma3", stated | {"attention.sliding_window_pattern": pattern})
+        assert [config.rope_parameters[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [1e6, 2e4]
+    assert not said_by(caplog)
+    config_of(tmp_path, "gemma3", stated | {"attention.sliding_window_pattern": 3})
+    assert "states gemma3.attention.sliding_window_pattern = 3, which is not read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stated", "said"),
+    [
+        ("llama", RMS | {"attention.sliding_window": 512, "router": 0.25},
+         "llama.attention.sliding_window = 512, llama.router = 0.25"),
+        ("qwen2", RMS | {"attention.sliding_window": 512}, "qwen2.attention.sliding_window = 512"),
+        ("llama", RMS | {"rope.dimension_count": 8, "attention.key_length": 16}, "llama.rope.dimension_count = 8"),
+        ("gpt2", NORM | {"attention.head_count_kv": [2, 2]}, "gpt2.attention.head_count_kv = [2, 2]"),
+        ("qwen2", RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024,
+                         "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.attn_factor": 0.5}, "qwen2.rope.scaling.attn_factor = 0.5"),
+    ],
+)  # fmt: skip
+def test_what_nothing_accounts_for_is_one_line(
+    architecture: str, stated: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, architecture, stated)
+    assert said_by(caplog) == [f"small.gguf states {said}, which is not read: the model may compute otherwise"]
+    if "rope.scaling.type" in stated:
+        assert config.rope_parameters["beta_fast"] == 16
+
+
+def test_the_header_says_nothing_that_is_not_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A whole file, of which all keys and tensors are read, and one loaded before is not spoken of again."""
+    file = write_gguf(tmp_path / "plain.gguf", *chat_model(), kind="F32")
+    for _ in range(2):
+        load_backbone(str(file), dtype="fp32", device="cpu")
+    assert [line for line in caplog.messages if "not read" in line] == []
+
+
+def test_keys_of_the_tokenizer_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"tokenizer__ggml__remove_extra_whitespaces": 1, "tokenizer__ggml__add_sep_token": 0, "tokenizer__ggml__eot_token_id": 7}
+    load_config(str(write_gguf(tmp_path / "spaced.gguf", *chat_model(), **keys)))
+    assert said_by(caplog) == [
+        "spaced.gguf states tokenizer.ggml.remove_extra_whitespaces = 1, which is not read: the model may compute otherwise"
+    ]
+
+
+def test_biases_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = chat_model(attention_bias=True, mlp_bias=True)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.5)
+    on = load_backbone(str(write_gguf(tmp_path / "biased.gguf", model, tokenizer, "F32")), dtype="fp32", device="cpu")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(on.model(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
+    assert "not read" not in caplog.text
+
+
+def test_a_tensor_that_nothing_takes_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = chat_model()
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = torch.nn.LayerNorm(16, bias=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("gguf_models").NAMES, "self_attn.q_norm", "attn_q_norm")
+        file = write_gguf(tmp_path / "normed.gguf", model, tokenizer, "F32")
+    load_backbone(str(file), dtype="fp32", device="cpu")
+    names = ", ".join(f"blk.{layer}.attn_q_norm.weight" for layer in range(4))
+    assert f"normed.gguf holds 4 tensors that transformers does not read ({names}): the model computes without them" in caplog.messages
