@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     subject, plan = bench_subject(args), bench_plan(args)
     asked = [replace(prompt, later=()) for prompt in subject.prompts]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        longest = max(len(prompt.ids_T) for prompt in those_that_fit(asked, plan, subject.heads[0][1].backbone))
+        longest = max(len(prompt.ids_T) for prompt in those_that_fit(asked, plan, subject.heads[0][1].backbone)[0])
         engines = [stack.enter_context(one) for one in engines_of(args, subject, plan, longest, Path(folder))]
         report = compare(subject.heads, asked, plan, None, [*subject.others, *engines])
         versions: dict[str, str | None] = {VLLM: None, LLAMA: None} | {one.job["engine"]: one.version for one in engines}

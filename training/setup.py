@@ -94,12 +94,11 @@ class Run:
 def prepare(recipe: Recipe) -> Run:
     """Load the backbone and data, build the drafters and resume if there is a saved state. Raises UserError."""
     require_trackers(recipe)
-    require_starts(recipe)
     tokenizer = checked_tokenizer(recipe)
     recipe = _with_precision(recipe)
     accelerator = _accelerator(recipe)
     state = _find_state(recipe, accelerator)
-    backbone = _load_backbone(recipe, accelerator)
+    backbone = _load_backbone(require_starts(recipe) if state is None else recipe, accelerator)
     recipe = _with_time(recipe, tokenizer, state)
     drafters = _build_drafters(recipe, backbone, fresh=state is None and backbone.whole)
     starts = read_starts(recipe, drafters) if state is None else {}

@@ -69,7 +69,6 @@ class Backbone:
         self.num_layers: int = self.config.num_hidden_layers
         stated = self.config.to_dict()
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
-        """Context length stated by the configuration."""
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
         self.layers = decoder_layers(model, self.num_layers)
@@ -267,8 +266,7 @@ def load_backbone(
     source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
     kind = loaded_dtype(dtype, config, on)
     try:
-        reading = nullcontext() if gguf is None else gguf.reading(kind, empty_model(config, path))
-        with reaching(path), waiting(f"loading {path}"), reading:
+        with reaching(path), waiting(f"loading {path}"), nullcontext() if gguf is None else gguf.reading(kind, empty_model(config, path)):
             model, report = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
                 attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,

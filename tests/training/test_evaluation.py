@@ -180,7 +180,7 @@ def test_neither_trackers_nor_the_terminal_end_a_run(tmp_path: Path, monkeypatch
     recipe = make_recipe(tmp_path, train={"steps": 3})
     reader, writer = os.pipe()
     os.close(reader)
-    monkeypatch.setattr("headstart.training.log.log.start_trackers", lambda recipe, done: [Wrong()])
+    monkeypatch.setattr("headstart.training.log.log.start_trackers", lambda recipe, done, wandb_id: [Wrong()])
     with os.fdopen(writer, "w", buffering=1) as gone, monkeypatch.context() as patch:
         patch.setattr("sys.stderr", gone)
         assert main([str(recipe)]) == 0

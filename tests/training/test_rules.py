@@ -180,7 +180,7 @@ def test_new_recipe_never_replaces_a_file_without_being_told(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere/at-all"], "cannot load backbone 'nowhere/at-all'"),
+        (["nowhere/at-all"], "no backbone at 'nowhere/at-all': no such folder"),
         ([""], "MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text"),
         (["embedded", "--method", "eagle4"], "--method eagle4 is unknown; methods are eagle3, block, medusa"),
         (["embedded", "--gpus", "1"], "--gpus 1: this machine has no accelerator to read the memory of; give it with --memory GB"),

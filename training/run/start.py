@@ -27,8 +27,8 @@ CPU_POSITIONS = 1024
 """Positions of a forward pass on a CPU, where more bring no speed and would show progress seldom."""
 
 
-def require_starts(recipe: Recipe) -> None:
-    """Raise UserError if a drafter's ``init`` is missing, of another kind, or of a backbone of other sizes; no weights are read."""
+def require_starts(recipe: Recipe) -> Recipe:
+    """Return the recipe; raise UserError if a drafter's ``init`` is missing, of another kind, or of a backbone of other sizes."""
     for one in recipe.per_drafter().values():
         options = split_drafter(one.drafter)[0]
         if options.init is not None:
@@ -37,6 +37,7 @@ def require_starts(recipe: Recipe) -> None:
                 require_sizes(options.init, recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
             except UserError as error:
                 raise UserError(f"drafter.init: {error}") from None
+    return recipe
 
 
 def read_starts(recipe: Recipe, drafters: Mapping[str, Drafter]) -> dict[str, WarmStart]:

@@ -66,7 +66,7 @@ def test_text_is_cut(tmp_path):
         ("p.jsonl", '{"messages": [{"speaker": "a"}]}', "this one has speaker"),
         ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
-        ("p.jsonl.gz", "not compressed", "cannot be read"),
+        ("p.jsonl.gz", "not compressed", "line 1: not valid JSON"),
     ],
 )
 def test_faults_in_files_of_prompts(tmp_path, name, content, message):

@@ -209,7 +209,11 @@ def test_long_samples():
 @pytest.mark.parametrize(
     ("row", "data", "message"),
     [
-        ({"ask": "a", "told": "b"}, {}, "columns ask, told, not messages or conversations or text; name yours with"),
+        (
+            {"ask": "a", "told": "b"},
+            {},
+            "columns ask, told, not messages or conversations or prompt with completion or text; name yours with",
+        ),
         ({"messages": []}, {"column": "turns"}, "x has the columns messages, not turns; set data.column to one it has"),
         ({"text": "a"}, {"format": "messages"}, "x has the columns text, not messages"),
         ({"messages": "hello"}, {"format": "messages"}, "x, row 1: a conversation is a list of turns, each a mapping; got 'hello'"),
