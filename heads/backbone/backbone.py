@@ -271,8 +271,7 @@ def load_backbone(
                 **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
                 attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
             )  # fmt: skip
-        if report["missing_keys"]:
-            lacking = sorted(report["missing_keys"])
+        if lacking := sorted(report["missing_keys"]):
             raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -288,9 +287,8 @@ def load_backbone(
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a backbone's tokenizer. Raises UserError if there is none."""
     try:
-        gguf = find_gguf(path)
         with reaching(path), waiting(f"loading the tokenizer of {path}"):
-            if gguf is None:
+            if (gguf := find_gguf(path)) is None:
                 return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
             from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer  # here, since few backbones are such files
 

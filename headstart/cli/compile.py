@@ -13,8 +13,7 @@ COMPILE_LAYERS_EXAMPLE = """examples:
   headstart compile Qwen/Qwen3-0.6B
   headstart compile --heads out/eagle3
   headstart compile SmolLM2-135M-Instruct.Q4_1.gguf --heads smollm2 --batch-size 8
-
-what is compiled is kept for later commands; generate, chat and heads.generate use it from then on"""
+what is compiled is kept for later commands"""
 
 
 def add_compile_layers(parser: argparse.ArgumentParser) -> None:

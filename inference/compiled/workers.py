@@ -27,6 +27,7 @@ if os.getppid() == int(sys.argv[1]):
     main()
 """
 """The program of a process that compiles."""
+END = "end"
 MOST = 4
 """Processes at a time: each takes a gigabyte of memory."""
 USUAL = 20.0
@@ -42,14 +43,14 @@ def compile_parts(regions: Sequence[Region], say: Callable[[str], object]) -> in
     """
     jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
     parts = [*([] if kernels.library().is_file() else [None]), *(region.to_json() for region in regions)]
-    for part in parts:
+    count, start, done = min(MOST, len(os.sched_getaffinity(0)), len(parts)), time.monotonic(), list[float]()
+    for part in [*parts, *[END] * count]:
         jobs.put(part)
     kernels.folder().mkdir(parents=True, exist_ok=True)
-    count, start, done = min(MOST, len(os.sched_getaffinity(0)), len(parts)), time.monotonic(), list[float]()
     with ThreadPoolExecutor(max(count, 1)) as pool:
         working = {pool.submit(_hand_out, jobs, done) for _ in range(count)}
         while working:
-            ended, working = wait(working, timeout=EVERY if done or working else 0, return_when=FIRST_EXCEPTION)
+            ended, working = wait(working, timeout=EVERY, return_when=FIRST_EXCEPTION)
             for one in ended:
                 one.result()
             each = (time.monotonic() - start) * count / len(done) if done else USUAL
@@ -67,11 +68,7 @@ def _hand_out(jobs: queue.SimpleQueue[Any], done: list[float]) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=kernels.folder(), **pipes) as worker:
         assert worker.stdin is not None and worker.stdout is not None
-        while not jobs.empty():
-            try:
-                part = jobs.get_nowait()
-            except queue.Empty:
-                return
+        for part in iter(jobs.get, END):
             worker.stdin.write(f"{json.dumps(part)}\n")
             worker.stdin.flush()
             if not (answer := worker.stdout.readline()):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 313, "lines": 44_176, "lines of code": 31_225}  # 1,200 lines for the first hour and for silent differences
+LIMITS = {"files": 313, "lines": 44_176, "lines of code": 31_215}  # 1,200 lines for the first hour and for silent differences
 IMPORTED = 105
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 TEST_ENTRIES = 15
