@@ -1,4 +1,4 @@
-# make demo    train heads on the embedded backbone, measure them beside those that ship with it (about 5 minutes on two cores)
+# make demo    train heads on the embedded backbone, measure them beside those that ship with it (5 to 8 minutes on two cores)
 # make demo-smollm2   the same on a model that people know, SmolLM2-135M-Instruct: fetches it (93 MB), has it answer 98 prompts of seven tasks,
 #              trains on the answers and measures by task on 42 other prompts, in some 25 minutes on two idle cores. A run that was stopped
 #              goes on. PROMPTS=FILE MEASURED=FILE DEMO=FOLDER: your own; SETTINGS="train.epochs=4 ..." for the recipe, BENCH="--temperature 0 1"
@@ -49,9 +49,9 @@ $(INSTALLED): pyproject.toml constraints.txt .github/oldest.txt
 # Traced: compiling takes about as long as all the rest.
 demo: $(INSTALLED)
 	rm -rf out/demo
-	@echo "== 1 of 2, train: EAGLE-3 for the small model that ships, 150 steps, some 150 seconds on two idle cores"
+	@echo "== 1 of 2, train: EAGLE-3 for the small model that ships, 150 steps, two to four minutes on two idle cores"
 	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml train.steps=150 save.dir=out/demo/eagle3
-	@echo "== 2 of 2, bench: these heads and two that ship, 8 held-out prompts in rounds, some minutes on two idle cores; the bars say how far it is"
+	@echo "== 2 of 2, bench: these heads and two that ship, 8 held-out prompts in three rounds, some three and a half minutes on two idle cores"
 	$(BIN)/headstart bench --heads embedded embedded-mlp out/demo/eagle3 --prompts recipes/quickstart/prompts.jsonl --limit 8 \
 	  --temperature 0 1 --max-new-tokens 44 --threads 2 --capture trace \
 	  --json out/demo/report.json --html out/demo/report.html
@@ -81,7 +81,7 @@ $(DEMO)/trained: $(DEMO)/answers.jsonl
 	@touch $@
 
 $(DEMO)/measured: $(DEMO)/trained $(MEASURED)
-	@echo "== 4 of 4, bench: prompts that were never trained on, by task, some 8 minutes on two idle cores"
+	@echo "== 4 of 4, bench: prompts that were never trained on, by task, in one round, some 8 minutes on two idle cores"
 	$(BIN)/headstart bench --heads $(DEMO)/heads --prompts $(MEASURED) --propose suffix recycling --include-heads-only $(BENCH) \
 	  --json $(DEMO)/report.json --html $(DEMO)/report.html
 	@touch $@
