@@ -2,7 +2,7 @@
 
 Each clone trains EAGLE-3 heads on the embedded backbone for some steps, then decodes the same prompts with the heads that ship:
 autoregressively, in a fixed tree, and in adaptive trees alone and with n-gram drafts, greedily and at temperature 1, traced (nothing is
-compiled beside). The clones alternate in separate processes. Prints JSON: tokens per second of each, the median and range of the ratio
+compiled). The clones alternate in separate processes. Prints JSON: tokens per second of each, the median and range of the ratio
 NEW / OLD of paired runs, whether the outputs are the same, and tau of each. Run it on an otherwise idle machine.
 """
 

@@ -44,18 +44,21 @@ def compile_model(heads: SpeculativeModel, say: Callable[[str], object], batch: 
     if reason is None:
         with turn(heads.backbone.model), heads.running():
             engine = Engine(heads, True, found.__setitem__)
-            reason = engine.capturer.reason
+            reason = engine.capturer.reason or f"compiled code is not used (capture is {heads.capture!r}, {OFF} is {os.environ.get(OFF)})"
             if engine.reader.compiled is not None:
-                say("tracing forward passes")
+                say("tracing what may not be compiled yet")
                 _decode(engine, batch)
                 reason = engine.reader.compiled.reason
     if reason is not None:
         raise UserError(f"the layers of {heads.backbone.name or 'the model'} cannot be compiled: {reason}")
     parts = workers.compile_parts(store.lacking(found.values()), say)
-    for file, program in found.items():
+    for file in found:
         BEGUN.pop(file, None)
-        if (reason := store.why_not(program)) is not None:
-            say(f"not compiled, and slower for it: {reason}")
+    reasons = dict.fromkeys(map(store.why_not, found.values()))
+    if reasons and None not in reasons:
+        raise UserError(f"the layers of {heads.backbone.name or 'the model'} cannot be compiled: {next(iter(reasons))}")
+    for reason in filter(None, reasons):
+        say(f"some parts are not compiled: {reason}")
     return {"parts": parts, "seconds": time.monotonic() - start, "folder": str(kernels.folder())}
 
 

@@ -246,7 +246,7 @@ class Captured:
         """Run the function uncaptured from now on."""
         assert self.backend is not None
         self.fallback = f"not capturable by {self.backend.name}: {_first_line(error)}"
-        _warn_once(f"{self.name} is {self.fallback}; it runs uncaptured, which is slower")
+        warn_once(f"{self.name} is {self.fallback}; it runs uncaptured, which is slower")
         self.drop()
 
     def drop(self) -> None:
@@ -276,13 +276,14 @@ def choose(name: str, device: torch.device) -> tuple[type[Backend] | None, str |
     trace = BACKENDS["trace"]()
     if reason := trace.unavailable(device):
         reason = f"{reason}; 'compile' is the other backend for the CPU"
-        _warn_once(f"forward passes are not captured, which makes small models slower: {reason}")
+        warn_once(f"forward passes are not captured, which makes small models slower: {reason}")
         return None, reason
     return trace, None
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Log a line, once in this process."""
     logger.warning(message)
 
 

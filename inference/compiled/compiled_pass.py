@@ -10,7 +10,6 @@ the results must agree up to rounding.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.inference.capture.backend import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
-from headstart.inference.capture.capture import Compiling
+from headstart.inference.capture.capture import Compiling, warn_once
 from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.compiled import store
 from headstart.inference.compiled.loaded import Loaded
@@ -126,12 +125,6 @@ class CompiledPass:
         self._variants, self._by_shapes = {}, {}
 
 
-@functools.cache
-def say_once(line: str) -> None:
-    """Log a line."""
-    logger.warning(line)
-
-
 class _Variant:
     """The program for arguments of one structure and of sizes with these names."""
 
@@ -165,7 +158,7 @@ class _Variant:
             if program is not None and (failed := store.why_not(program)) is not None:
                 raise NotCompiled(failed)
             if self.owner.where.hint:
-                say_once(self.owner.where.hint)
+                warn_once(self.owner.where.hint)
             return False
         void_running()
         owner = self.owner

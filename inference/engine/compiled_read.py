@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
@@ -18,7 +17,7 @@ from transformers import PretrainedConfig
 from headstart.heads.backbone.adapter import tuner_state
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture.backend import Call
-from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.capture import Capturer, warn_once
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 OFF = "HEADSTART_COMPILE"
 """With this environment variable at 0, compiled code is not used unless it is asked for by name."""
-HINT = "decoding without compiled layers; `headstart compile {}` compiles them once, in some two minutes, for up to twice the speed"
+HINT = "decoding without compiled layers; `headstart compile {}` makes them, once, in minutes; small models in bf16 gain most"
 ROPE = "its rotary frequencies depend on the context length"
 logger = logging.getLogger(__name__)
 UNSTATED = ("_name_or_path", "transformers_version")
@@ -64,7 +63,7 @@ def compiles(capturer: Capturer, backbone: Backbone) -> bool:
     if reason is not None and name == "compile":
         raise UserError(f"capture 'compile' cannot be used: {reason}; choose 'auto' or 'off'")
     if reason is not None:
-        say_once(reason)
+        warn_once(f"the model's layers are not compiled, which makes small models up to twice as slow: {reason}")
     return reason is None
 
 
@@ -81,12 +80,6 @@ def not_compilable(backbone: Backbone) -> str | None:
     if backbone.rope_limit is not None:
         return ROPE
     return kernels.unavailable()
-
-
-@functools.cache
-def say_once(reason: str) -> None:
-    """Say why the layers are not compiled."""
-    logger.warning(f"the model's layers are not compiled, which makes small models up to twice as slow: {reason}")
 
 
 def _shapes(call: Call) -> list[Shape]:

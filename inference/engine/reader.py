@@ -166,7 +166,8 @@ class Reader:
         arguments = (stores, cache.states), nodes, index_BN, (lengths_B, torch.arange(slots, device=tokens_BN.device))
         compiled = None if self.compiled is None else self.compiled(*arguments)
         features, logits_BNV, cache.added = self.read(*arguments) if compiled is None else compiled[0]
-        features = replace(features, taps={tap: (features.taps or {})[tap] for tap in self.taps} or None)
+        if compiled is not None:  # of every tap
+            features = replace(features, taps={tap: features.taps[tap] for tap in self.taps} or None)
         if rows > B:
             features, logits_BNV = map_tensors(lambda value_B: value_B[:B], (features, logits_BNV))
         return features, logits_BNV

@@ -25,7 +25,7 @@ from headstart.support.errors import UserError
 
 @pytest.fixture(autouse=True)
 def warnings_seen_by_no_other_test() -> None:
-    capturing._warn_once.cache_clear()
+    capturing.warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AttributeError, TypeError])

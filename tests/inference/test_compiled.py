@@ -14,14 +14,14 @@ from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, s
 from needs import needs_a_compiler
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.capture.capture import warn_once
 from headstart.inference.compile_model import compile_model
 from headstart.inference.compiled import kernels, layer, loaded, store, weights, workers
-from headstart.inference.compiled.compiled_pass import BEGUN, say_once
+from headstart.inference.compiled.compiled_pass import BEGUN
 from headstart.inference.compiled.fakes import EXAMPLES
 from headstart.inference.compiled.program import Program
 from headstart.inference.compiled.sizes import hold, sizes_named
 from headstart.inference.compiled.traced import traced
-from headstart.inference.engine import compiled_read
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers import made
@@ -155,7 +155,7 @@ def test_a_process_goes_on_as_it_began_with_heads_and_without(
     monkeypatch.setattr(workers, "compile_parts", lambda regions, say: len([store.compile_part(one) for one in regions]))
     on, rows = in_bf16(), left_padded(prompts([9]))
     heads, plain = (SpeculativeModel(on, drafter) for drafter in (random_drafter("eagle3", on), None))
-    say_once.cache_clear()
+    warn_once.cache_clear()
     asked = [say(heads, rows, max_new_tokens=6)]
     begun = {*BEGUN}
     asked.append(say(plain, rows, max_new_tokens=6, speculate=False))
@@ -236,7 +236,7 @@ def programs_of(on: Backbone) -> list[Program]:
 
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiled_read.say_once.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         assert SpeculativeModel(backbone("llama")).engine(False).reader.compiled is None
     assert len([one for one in caplog.records if "no C++ compiler (no-such-compiler is missing)" in one.message]) == 1

@@ -83,7 +83,7 @@ def test_costs_between_and_beyond_what_was_timed() -> None:
 
 
 def test_slow_first_times_do_not_stay() -> None:
-    """The first passes over some size may include what is loaded or compiled beside."""
+    """The first passes over some size may include what is loaded first."""
     costs = Costs()
     for nodes, times in ((1, [17e-3] * 3), (3, [19e-3] * 3), (4, [0.2, 0.7])):
         for seconds in times:

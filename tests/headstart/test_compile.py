@@ -1,0 +1,86 @@
+"""``headstart compile``, and the commands that compile first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import backbone
+from needs import needs_a_compiler
+
+from headstart.cli.main import main
+from headstart.inference import compile_model
+from headstart.inference.compiled import kernels, workers
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
+
+BENCH = [
+    "bench",
+    "--heads",
+    "embedded",
+    "--prompts",
+    "recipes/quickstart/prompts.jsonl",
+    "--limit",
+    "1",
+    "--max-new-tokens",
+    "2",
+    "--rounds",
+    "1",
+]
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of regions that commands want to have compiled; nothing is kept for them, and nothing compiled."""
+    found: list[int] = []
+
+    def note(regions: Any, say: Any) -> int:
+        found.append(len(regions))
+        return len(regions)
+
+    monkeypatch.delenv("HEADSTART_COMPILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(workers, "compile_parts", note)
+    return found
+
+
+@needs_a_compiler
+def test_the_layers_of_a_model_and_the_drafts_of_its_heads_are_compiled(parts: list[int], tmp_path: Path) -> None:
+    for more in ([], ["--heads", "embedded"]):
+        assert main(["compile", "embedded", *more, "--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert parts[0] == 1 < parts[1] == report["parts"], "one region for equal layers"
+    assert (report["backbone"], report["heads"], report["folder"]) == ("embedded", "embedded", str(kernels.folder()))
+
+
+@needs_a_compiler
+def test_bench_compiles_first_unless_it_is_not_to(parts: list[int]) -> None:
+    assert main([*BENCH, "--no-compile"]) == 0 and not parts
+    assert main(BENCH) == 0 and len(parts) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no model named; give MODEL, or --heads DIR"),
+        (["nowhere"], "no backbone at 'nowhere'"),
+        (["embedded", "--dtype", "fp16"], "cannot be compiled: the model is in float16"),
+        (["embedded", "--batch-size", "0"], "a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["compile", *arguments])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    said = capsys.readouterr().err
+    assert status == 2 and message in said and "Traceback" not in said
+
+
+@needs_a_compiler
+def test_heads_that_use_no_compiled_code_are_told(parts: list[int]) -> None:
+    with pytest.raises(UserError, match=r"compiled code is not used \(capture is 'trace'"):
+        compile_model.compile_model(SpeculativeModel(backbone("llama"), capture="trace"), lambda line: None)
+    assert not parts
