@@ -6,7 +6,7 @@
 # make test-all               every test, those marked slow too (about 25 minutes on two cores), then test-versions with the oldest and the newest
 # make test-versions          of the fast tests those that depend most on other libraries: VERSIONS=oldest make test-versions, or with the `newest`
 # make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind
-# make wheel   the wheel, in dist, and its test in an environment of its own
+# make wheel   both wheels, in dist, and its test in an environment of its own
 # make docs    the documentation as a site, in out/site
 # make install only the environment, in .venv
 # make fuzz    more awkward input than `make test` tries: FUZZ_EXAMPLES of every kind (500), and RANDOM_CALLS of generate (2000)
@@ -37,12 +37,12 @@ LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --m
 install: $(INSTALLED)
 
 # Written last, so an interrupted install is taken up again.
-$(INSTALLED): pyproject.toml constraints.txt .github/oldest.txt
+$(INSTALLED): pyproject.toml plugins/headstart-cpu/pyproject.toml constraints.txt .github/oldest.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); headstart needs Python 3.11 or newer: PYTHON=python3.12 make $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PINS_$(VERSIONS))
-	$(BIN)/python -m pip install $(PINS_$(VERSIONS)) -e '.[dev]'
+	$(BIN)/python -m pip install $(PINS_$(VERSIONS)) -e '.[dev]' -e plugins/headstart-cpu
 	@touch $@
 
 # Training in two processes of one thread each, decoding in one of two. Each run trains afresh: an earlier one would be resumed.
@@ -122,7 +122,7 @@ lint: $(INSTALLED)
 
 wheel: $(INSTALLED)
 	rm -rf dist
-	$(BIN)/python -m pip wheel -q --no-deps -w dist .
+	$(BIN)/python -m pip wheel -q --no-deps -w dist . ./plugins/headstart-cpu
 	$(BIN)/python -m pytest -q tests/project/test_wheel.py
 
 # NO_MKDOCS_2_WARNING: the theme's notice of its successor.

@@ -15,10 +15,9 @@ import time
 from typing import Any
 
 import torch
+from headstart_cpu import kernels
+from headstart_cpu.weights import side_by_side
 from program import options, run
-
-from headstart.inference.compiled import kernels
-from headstart.inference.compiled.weights import side_by_side
 
 SIZES = {"hidden": 576, "intermediate": 1536, "heads": 9, "kv-heads": 3, "layers": 30, "vocab": 49152, "rounds": 12}
 ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48)

@@ -80,7 +80,7 @@ class Decoder:
     def step(self, exact_times: bool = False) -> Pass:
         """One decoding step of every row: draft, verify the tree in one forward pass, keep what the backbone picks, learn from it."""
         with Stopwatch(self.device if exact_times else None) as watch:
-            self.speculation.use_costs(self.cache.longest, self.reader.made)
+            self.speculation.use_costs(self.cache.longest, self.reader.read.made)
             draft = self._begun()
             self.speculation.draft(draft)
             tree = self.speculation.choose(draft)

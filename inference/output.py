@@ -82,7 +82,7 @@ def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Reque
         drafted=None if beams else [[one.drafted[row] for _, one in its] for row, its in enumerate(own)],
         nodes=[one.nodes for one in passes],
         pass_seconds=[one.seconds for one in passes],
-        capture=decoder.reader.captured_by,
+        capture=decoder.reader.read.captured_by,
         trees=None if beams else [[one.trees[row] for _, one in its] for row, its in enumerate(own)],
         sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
         beam_indices=beams.beam_indices() if beams is not None else None,

@@ -118,7 +118,7 @@ def _sums(query_BHNC: Tensor, keys_BGXC: Tensor, values_BGXC: Tensor, mask_B1NX:
 def in_blocks_of_rows(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None) -> Tensor:
     """`attend_exactly` for some rows after others, whose copies stay in the CPU's caches; a captured pass keeps the number of blocks."""
     rows = query_BHNC.shape[0]
-    blocks = 1 + ((int(rows) if torch.jit.is_tracing() else rows) - 1) // BLOCK_ROWS
+    blocks = 1 + (int(rows) - 1) // BLOCK_ROWS
     if blocks == 1:
         return attend_exactly(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
     mask_B1NS = mask_B1NS.expand(rows, -1, -1, -1)

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from headstart.support.devices import is_accelerator
 from headstart.support.pytree import map_tensors
@@ -136,12 +135,10 @@ def pad_rows(tensor: Tensor, rows: int, dim: int = 0) -> Tensor:
 
 def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:
     """Write N entries of each row into their slots, in place."""
-    if isinstance(store_BHSD, FakeTensor):  # traced for a compiler, which writes in place what is no view of its own
-        torch.ops.aten.index_put_(store_BHSD, [_rows(index_BN), None, index_BN], new_BHND.transpose(1, 2))
-    elif store_BHSD.shape[0] == 1:
+    if store_BHSD.shape[0] == 1:
         store_BHSD.index_copy_(2, index_BN[0], new_BHND)
-    else:  # not scatter_, which moves single numbers: in bf16 on a CPU a hundred times slower to move
-        store_BHSD.transpose(1, 2)[_rows(index_BN), index_BN] = new_BHND.transpose(1, 2)
+    else:  # not scatter_, which moves single numbers: in bf16 on a CPU a hundred times slower to move. Nor a view: compilers would copy
+        torch.ops.aten.index_put_(store_BHSD, [_rows(index_BN), None, index_BN], new_BHND.transpose(1, 2))
 
 
 def move(store_LBHSD: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:

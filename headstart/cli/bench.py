@@ -82,7 +82,7 @@ def bench(args: argparse.Namespace) -> int:
     """Benchmark heads and write the report; the exit status is 1 if something differs by more than rounding, or was too long."""
     with waiting("importing torch and transformers"):
         from headstart.inference.bench.bench import compare
-        from headstart.inference.compile_model import compile_lacking
+        from headstart.inference.capture.plugin import compile_lacking
     from headstart.inference.bench.judging import FAULT
     from headstart.inference.bench.table import print_report
     from headstart.support.files import write_json, write_text

@@ -28,17 +28,18 @@ def add_compile_layers(parser: argparse.ArgumentParser) -> None:
 def compile_layers(args: argparse.Namespace) -> int:
     """Compile in the foreground, with lines about the progress on standard error."""
     from headstart.cli.loading import backbone_name, backbone_of, quiet
-    from headstart.inference.compile_model import compile_model
+    from headstart.inference.capture.plugin import required
     from headstart.inference.generate import load
     from headstart.support.files import write_json
 
     quiet()
+    plugin = required()
     if args.backbone is None and args.heads is None:
         raise UserError("no model named; give MODEL, or --heads DIR for the model that they were trained on")
     name = backbone_name(args.backbone, [args.heads] if args.heads else [])
     backbone = backbone_of(name, args)
     heads = load(args.heads, backbone, allow_finetuned=args.allow_finetuned, capture="compile")
-    found = compile_model(heads, lambda line: print(line, file=sys.stderr, flush=True), args.batch_size)
+    found = plugin.compile_model(heads, lambda line: print(line, file=sys.stderr, flush=True), args.batch_size)
     write_json(args.json, {"backbone": name, "heads": args.heads, **found})
     print(f"compiled {found['parts']} parts in {found['seconds']:.0f} s, kept in {found['folder']}", file=sys.stderr)
     return 0

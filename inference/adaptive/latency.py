@@ -198,7 +198,7 @@ class CostModel:
         """Costs by how passes are made and by bucket."""
 
     def at(self, context: int, made: str = "") -> Costs:
-        """The costs at that context length; initially those of the nearest known length. ``made``: how passes are made (`Reader.made`)."""
+        """The costs at that context length; initially those of the nearest known length. ``made``: see `Captured.made`."""
         bucket, timed = _bucket(context), self.timed.setdefault(made, {})
         if bucket not in timed:
             nearest = min({**self.measured, **timed}, key=lambda other: (abs(other - bucket), other), default=None)

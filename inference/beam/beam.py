@@ -138,7 +138,7 @@ class BeamDecoder:
     def step(self, exact_times: bool = False) -> Pass:
         """Make a forward pass."""
         with Stopwatch(self.device if exact_times else None) as watch:
-            self.speculation.use_costs(self.cache.longest, self.reader.made)
+            self.speculation.use_costs(self.cache.longest, self.reader.read.made)
             rows, drafts = self.rows, self._draft()
             drafting = watch.lap()
             features, logits_BNV = read_tries(self.reader, self.cache, [row.trie for row in rows])

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.backbone.adapter import tuner_state
-from headstart.inference.capture.packed import version
 
 SAMPLED = 32
 """Values of a weight that are compared."""
@@ -26,6 +25,11 @@ def dependencies(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Return what captures of these modules depend on, but for changes through ``.data``."""
     weights = [(weight.data_ptr(), version(weight)) for module in modules for weight in module.parameters()]
     return (*weights, *(tuner_state(module) for module in modules), *hooks(modules))
+
+
+def version(weight: Tensor) -> int:
+    """How often the tensor was changed in place; changes through ``.data`` do not count."""
+    return 0 if weight.is_inference() else weight._version
 
 
 def hooks(modules: Iterable[nn.Module]) -> list[int]:

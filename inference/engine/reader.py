@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from headstart.heads.kv.rows import pad_rows
 from headstart.heads.kv.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts, available
-from headstart.inference.engine.compiled_read import ROPE, compiled_read
 from headstart.inference.engine.tree import CandidateTree, graph_size
 from headstart.support.pytree import list_tensors, map_tensors
 
@@ -45,27 +44,10 @@ class Reader:
         self.capturer = capturer
         self.memory = capturer.memory if capturer.fixed else None
         """Where the stores of texts lie; None: each has its own."""
-        unless = None if backbone.rope_limit is None else ROPE
-        self.read = capturer.capture(
-            self._alike(partial(self._read, taps)), "verification", backbone.model, unless, same_bits=backbone.exact
-        )
-        every = tuple(range(backbone.num_layers + 1))
-        self.compiled = compiled_read(self, partial(self._read, every)) if unless is None else None
+        unless = None if backbone.rope_limit is None else "its rotary frequencies depend on the context length"
+        every = partial(self._read, tuple(range(backbone.num_layers + 1)))  # one program for all heads, and for none: the same bits
+        self.read = capturer.capture(self._alike(partial(self._read, taps)), "verification", backbone, unless, compilable=every)
         self._prefill = self._alike(self._prefilled)
-
-    @property
-    def made(self) -> str:
-        """How passes are made: their times are kept apart, since compiled and captured ones are faster."""
-        if self.compiled is not None and self.compiled.active:
-            return "compiled"
-        return "captured" if self.read.captures_made else ""
-
-    @property
-    def captured_by(self) -> str:
-        """How verification passes run: ``compile``, ``trace``, ``cuda-graph`` or ``off``."""
-        if self.made == "compiled":
-            return "compile"
-        return self.read.backend.name if self.read.backend is not None and self.read.captures_made else "off"
 
     def start(self, positions: int) -> None:
         """Start a call; ``positions``: how long a row may become, trees included."""
@@ -164,9 +146,8 @@ class Reader:
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
         nodes, index_BN, lengths_B = inputs
         arguments = (stores, cache.states), nodes, index_BN, (lengths_B, torch.arange(slots, device=tokens_BN.device))
-        compiled = None if self.compiled is None else self.compiled(*arguments)
-        features, logits_BNV, cache.added = self.read(*arguments) if compiled is None else compiled[0]
-        if compiled is not None:  # of every tap
+        features, logits_BNV, cache.added = self.read(*arguments)
+        if features.taps is not None and len(features.taps) > len(self.taps):
             features = replace(features, taps={tap: features.taps[tap] for tap in self.taps} or None)
         if rows > B:
             features, logits_BNV = map_tensors(lambda value_B: value_B[:B], (features, logits_BNV))
@@ -215,8 +196,9 @@ class Reader:
         if not self.backbone.exact or self.backbone.dim < EXACT_FROM or not available(torch.float32):
             return function
 
+        @wraps(function, assigned=())
         def run(*inputs: Any) -> Any:
-            with nullcontext() if torch.jit.is_tracing() else OneDNNProducts():  # linear layers of a trace are replaced afterwards
+            with OneDNNProducts():
                 return function(*inputs)
 
         return run

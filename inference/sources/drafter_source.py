@@ -8,70 +8,25 @@ Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter
 from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.heads.kv.rows import STEP, pad_rows, padded_rows
-from headstart.inference.capture.backend import Call, all_nearly_equal
-from headstart.inference.capture.capture import Captured, Capturer
-from headstart.inference.engine.compiled_read import compiles, described, missing
+from headstart.heads.kv.rows import pad_rows, padded_rows
+from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.captured import Captured
 from headstart.inference.engine.tree import BEAM_WIDTH, CPU_WIDTH, TreeShape
 from headstart.inference.sources.drafter_rows import LAST, DrafterRows, not_capturable
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, unpacked
 from headstart.inference.sources.source import Draft, DraftScoring
-from headstart.support.pytree import list_tensors, map_tensors
-
-if TYPE_CHECKING:
-    from headstart.inference.compiled.compiled_pass import CompiledPass
-    from headstart.inference.compiled.sizes import Shape
+from headstart.support.pytree import map_tensors
 
 MIN_SCORE = -1e9
 """Nodes with a lower score, as from diverged heads, are dropped."""
-
-
-def compiled_drafts(drafter: Drafter, capturer: Capturer, function: Callable[..., Any]) -> CompiledPass | None:
-    """`draft_levels` compiled; None where nothing is compiled."""
-    if drafter.uses_backbone_cache or not compiles(capturer, drafter.backbone):
-        return None
-    from headstart.inference.compiled.compiled_pass import CompiledPass, Where  # here, since few calls need it
-
-    depends = (described(drafter), str(drafter.arguments), described(drafter.backbone.model))
-    where = Where([], [drafter, drafter.backbone.model], depends, capturer.compiled)
-    return CompiledPass(function, _shapes, where, missing(capturer), agree=_first_level_agrees)
-
-
-def _first_level_agrees(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """True if the scores of the first level do: further ones may be of other nodes, where two had nearly the same score."""
-    return all_nearly_equal(others, results, slice(2, 3)) and all(bool(one.isfinite().all()) for one in others)
-
-
-def _shapes(call: Call) -> list[Shape] | None:
-    """The sizes of a call: rows (but one row is apart), the slots of caches and of tables for their positions, and features change."""
-    rows, held = call.inputs[-3].tokens_BW.shape[0], call.leaves[: call.held_leaves]
-    slots = {leaf.shape[-2] for leaf in held if leaf.dim() >= 3 and leaf.shape[-2] % STEP == 0}
-    if len(slots) > 1:
-        return None
-    found: list[Shape] = []
-    for leaf in held:
-        sizes: list[int | str] = list(leaf.shape)
-        if leaf.dim() >= 3 and leaf.shape[-2] in slots:
-            sizes[-2] = "room"
-        elif leaf.dim() == 2 and leaf.shape[0] in slots:
-            sizes[0] = "room"
-        found.append(tuple(sizes))
-    found += [tuple(leaf.shape) for leaf in call.leaves[call.held_leaves :]]
-    for place, leaf in enumerate(list_tensors(call.inputs[0]), call.held_leaves):
-        found[place] = (leaf.shape[0], "nodes", *leaf.shape[2:]) if leaf.dim() > 1 else tuple(leaf.shape)
-    if rows == 1:
-        return found
-    return [("rows", *shape[1:]) if shape and shape[0] == rows else shape for shape in found]
 
 
 class DrafterSource(DrafterRows):
@@ -82,11 +37,10 @@ class DrafterSource(DrafterRows):
     def __init__(self, name: str, drafter: Drafter, capturer: Capturer) -> None:
         super().__init__(name, drafter, capturer)
         unless, function = not_capturable(drafter), partial(draft_levels, drafter)
+        compilable = None if drafter.uses_backbone_cache else function
         self._step = capturer.capture(function, "draft level", drafter, unless, calls_per_step=drafter.depth)
-        self._steps = capturer.capture(function, "drafts", drafter, unless)
-        self._round = capturer.capture(function, "drafting", drafter, unless)
-        one_row = unless is None and drafter.capturable
-        self._compiled = {of: compiled_drafts(drafter, capturer, function) if one_row else None for of in (self._steps, self._round)}
+        self._steps = capturer.capture(function, "drafts", drafter, unless, compilable=compilable)
+        self._round = capturer.capture(function, "drafting", drafter, unless, compilable=compilable)
         self._by_compiled: dict[tuple[int, int], bool] = {}
         """Whether the last draft of so many rows and depths was made by compiled code."""
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
@@ -178,11 +132,8 @@ class DrafterSource(DrafterRows):
             if scoring.noise_BPV is not None:
                 scoring = replace(scoring, noise_BPV=pad_rows(scoring.noise_BPV, padded_rows(rows)))
         features, function = (self._joined(), self._round) if self._pending else (None, draft)
-        compiled = self._compiled.get(function)
-        arguments = (progress, features, before, width, scoring)
-        found = None if compiled is None else compiled(*arguments)
-        self._by_compiled[rows, len(depths)] = found is not None
-        levels, packed_BX, self.state, self._hidden_BKD = function(*arguments) if found is None else found[0]
+        levels, packed_BX, self.state, self._hidden_BKD = function(progress, features, before, width, scoring)
+        self._by_compiled[rows, len(depths)] = function.last_compiled
         self._pending = []
         return map_tensors(lambda value_B: value_B[:rows], (levels, packed_BX)) if self.fixed else (levels, packed_BX)
 

@@ -12,10 +12,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("heads", "inference", "training", "headstart")
+PLUGIN = ("plugins/headstart-cpu/headstart_cpu",)
 COMMENTS = ("//", "#", "/*", "*", "{#")
 OBSERVED = """
 import json, runpy, sys
@@ -51,9 +53,9 @@ finally:
 """
 
 
-def sources(root: Path) -> list[Path]:
+def sources(root: Path, folders: Sequence[str] = FOLDERS) -> list[Path]:
     """Text files of the product; compiled Python is none."""
-    paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*")))
+    paths = (path for folder in folders for path in sorted((root / folder).rglob("*")))
     own = (path for path in paths if "__pycache__" not in path.parts and not any(part.is_symlink() for part in path.parents))
     return [path for path in own if path.is_file()]
 
@@ -97,8 +99,8 @@ def train(root: Path, function: str) -> dict[str, list[str]]:
         return observe(root, function, str(root / "train_heads.py"), *recipe, "data.eval_rows=2", f"save.dir={folder}/heads")
 
 
-def counts(root: Path) -> dict[str, int]:
-    files = sources(root)
+def counts(root: Path, folders: Sequence[str] = FOLDERS) -> dict[str, int]:
+    files = sources(root, folders)
     lines = sum(len(path.read_text().splitlines()) for path in files)
     return {"files": len(files), "lines": lines, "lines of code": sum(map(lines_of_code, files))}
 
@@ -113,4 +115,14 @@ def depths(root: Path) -> dict[str, int]:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT).resolve()
-    print(json.dumps({**counts(root), "imported by generate": len(generate(root)["imported"]), "frames": depths(root)}, indent=2))
+    print(
+        json.dumps(
+            {
+                **counts(root),
+                "headstart-cpu": counts(root, PLUGIN),
+                "imported by generate": len(generate(root)["imported"]),
+                "frames": depths(root),
+            },
+            indent=2,
+        )
+    )

@@ -18,7 +18,8 @@ from torch import Tensor
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.heads.kv.rows import AHEAD, STEP, FixedMemory, octave_up, padded_rows, rounded_up
 from headstart.inference.capture import cuda_graph
-from headstart.inference.capture.capture import PATIENCE, Captured, Capturer, CaptureReport, choose
+from headstart.inference.capture.capture import Capturer, CaptureReport, choose
+from headstart.inference.capture.captured import PATIENCE, Captured
 from headstart.inference.capture.cuda_graph import CudaGraph
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.capture.writes import Writes

@@ -19,7 +19,8 @@ from recorded import Recorded, cpu_as_accelerator, shallow
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
-from headstart.inference.capture.capture import Captured, CaptureReport
+from headstart.inference.capture.capture import CaptureReport
+from headstart.inference.capture.captured import Captured
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.generate import SpeculativeModel

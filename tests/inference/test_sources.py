@@ -238,7 +238,8 @@ def test_drafts_are_timed_by_how_they_were_made() -> None:
     """A depth that was never drafted is expected to be compiled as others are; one that was not compiled costs what it did."""
     on = backbone("llama")
     source = source_of(random_drafter("eagle3", on, depth=4))
-    source._compiled = {of: CompiledToOneDepth(of.function) for of in (source._steps, source._round)}
+    for captured in (source._steps, source._round):
+        captured.compiled = CompiledToOneDepth(captured.function)  # type: ignore[assignment]
     source.start(False)
     source.join([0], [[]], on.read(torch.arange(1, 6)[None], taps=source.drafter.taps))
     assert source.timed_as(1, 4) == ("0", "", False), "nothing is known"

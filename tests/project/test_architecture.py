@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("heads", "inference", "training")
 """Bottom up: a layer imports itself and the layers before it."""
 FOLDERS = ("headstart/support", *LAYERS, "headstart/cli")
+PLUGIN = "plugins/headstart-cpu/headstart_cpu"
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40
 MOST_PARAMETERS = 6
@@ -72,7 +73,7 @@ def fault(layer: str, name: str) -> str | None:
     top, _, rest = name.partition(".")
     if top in LAYERS:
         return f"write headstart.{name}"
-    if top in ("train_heads", "tests"):
+    if top in ("train_heads", "tests", "headstart_cpu"):
         return f"nothing imports {top}"
     if top != "headstart" or not rest:
         return None
@@ -109,6 +110,7 @@ def test_scripts_and_tests_use_the_one_import_root() -> None:
         ("training", "headstart.__version__", True),
         ("training", "headstart.load", False),
         ("training", "train_heads", False),
+        ("inference", "headstart_cpu.trace", False),
     ],
 )
 def test_the_import_rule(layer: str, name: str, allowed: bool) -> None:
@@ -179,7 +181,7 @@ def test_a_cycle_is_found() -> None:
 
 def test_no_function_is_long_or_takes_many_parameters() -> None:
     faults = []
-    for path in [path for folder in FOLDERS for path in sources(folder)]:
+    for path in [path for folder in (*FOLDERS, PLUGIN) for path in sources(folder)]:
         name = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef) or node.name in FRONT_DOOR.get(name, ()):
@@ -193,7 +195,9 @@ def test_no_function_is_long_or_takes_many_parameters() -> None:
 
 
 def test_no_file_is_long() -> None:
-    paths = [path for folder in (*FOLDERS, "recipes", "tests", "benchmarks") for path in sources(folder)]
+    paths = [
+        path for folder in (*FOLDERS, PLUGIN, "plugins/headstart-cpu/tests", "recipes", "tests", "benchmarks") for path in sources(folder)
+    ]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in [*paths, *ROOT.glob("*.py")]}
     assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE}
 

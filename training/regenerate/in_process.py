@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.checkpoint import require_sizes
-from headstart.inference.compile_model import compile_lacking
+from headstart.inference.capture.plugin import compile_lacking
 from headstart.inference.engine.request import context_of
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally

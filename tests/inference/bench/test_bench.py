@@ -18,7 +18,8 @@ from headstart.inference.bench.results import busy, memory_bandwidth, repeated_n
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, conclusions, print_report, rows_at
 from headstart.inference.bench.timing import OtherPrograms, median_seconds
-from headstart.inference.capture.capture import PATIENCE, Capturer
+from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.captured import PATIENCE
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel

@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from headstart.heads.backbone.tree_attention import attention_as_one_operation
-from headstart.inference.compiled.fakes import Fakes
-from headstart.inference.compiled.products import use_products
-from headstart.inference.compiled.program import SPACE, NotCompiled, Program, named_tensors
-from headstart.inference.compiled.regions import Call, is_tensor, marked, split
-from headstart.inference.compiled.sizes import Inputs
+from headstart_cpu.fakes import Fakes
+from headstart_cpu.products import use_products
+from headstart_cpu.program import SPACE, NotCompiled, Program, named_tensors
+from headstart_cpu.regions import Call, is_tensor, marked, split
+from headstart_cpu.sizes import Inputs
 
 
 def traced(

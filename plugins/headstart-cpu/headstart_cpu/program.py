@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.compiled.kernels import OUTPUTS
-from headstart.inference.compiled.sizes import Inputs, hold, sizes_named
+from headstart_cpu.kernels import OUTPUTS
+from headstart_cpu.sizes import Inputs, hold, sizes_named
 
 FORMAT = 2
 SPACE: dict[str, Any] = {

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from headstart.inference.compiled.kernels import DTYPES
-from headstart.inference.compiled.program import Packed, whole_blocks
+from headstart_cpu.kernels import DTYPES
+from headstart_cpu.program import Packed, whole_blocks
 
 aten = torch.ops.aten
 Node = Any  # of fx, whose arguments have no types

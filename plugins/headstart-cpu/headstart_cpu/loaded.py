@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.inference.compiled.layer import Layer
-from headstart.inference.compiled.program import SPACE, Program
-from headstart.inference.compiled.weights import Weights
+from headstart_cpu.layer import Layer
+from headstart_cpu.program import SPACE, Program
+from headstart_cpu.weights import Weights
 
 
 class Loaded:

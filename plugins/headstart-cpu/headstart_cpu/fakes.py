@@ -10,7 +10,7 @@ from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from headstart.inference.compiled.sizes import Inputs, Shape, Size
+from headstart_cpu.sizes import Inputs, Shape, Size
 
 EXAMPLES = {"rows": 3, "nodes": 7, "stored": 11, "slots": 139, "room": 193}
 """Sizes to trace with: one number for each name, from 2 on, so that equal numbers are the same size."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.inference.compiled.kernels import SHIMS
-from headstart.inference.compiled.program import SPACE, Region
-from headstart.inference.compiled.whole import seal
 from headstart.support.files import atomic, discard
+from headstart_cpu.kernels import SHIMS
+from headstart_cpu.program import SPACE, Region
+from headstart_cpu.whole import seal
 
 FILE = "layer.so"
 OPTIONS: dict[str, Any] = {
@@ -30,7 +30,7 @@ def compile_region(region: Region, folder: Path) -> None:
     from torch._inductor.compile_fx import compile_fx_aot  # which takes seconds
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from headstart.inference.compiled.fakes import Fakes
+    from headstart_cpu.fakes import Fakes
 
     space = dict(SPACE)
     exec(region.text, space)  # written by regions.py

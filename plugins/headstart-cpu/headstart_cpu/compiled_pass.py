@@ -1,6 +1,6 @@
 """Functions that run a model's layers, as compiled code where that is kept.
 
-    verify = CompiledPass(read, shapes, Where(backbone.layers, [backbone.model], depends, capturer.compiled))
+    verify = CompiledPass(read, shapes, Where(backbone.layers, [backbone.model], depends))
     found = verify(held, *inputs)        # None: not compiled, run the function itself
 
 Compiled code has other last bits in 16 bits than the function. So a process goes on as it began: whether a program is used is decided at
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from headstart.inference.capture.backend import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
-from headstart.inference.capture.capture import Compiling, warn_once
+from headstart.inference.capture.captured import warn_once
 from headstart.inference.capture.stopwatch import void_running
-from headstart.inference.compiled import store
-from headstart.inference.compiled.loaded import Loaded
-from headstart.inference.compiled.program import NotCompiled, Program, named_weights
-from headstart.inference.compiled.sizes import Inputs, Shape
-from headstart.inference.compiled.weights import NoMemory, Weights
-from headstart.inference.compiled.whole import Damaged
 from headstart.support.pytree import builder, flatten
+from headstart_cpu import store
+from headstart_cpu.loaded import Loaded
+from headstart_cpu.program import NotCompiled, Program, named_weights
+from headstart_cpu.sizes import Inputs, Shape
+from headstart_cpu.weights import NoMemory, Weights
+from headstart_cpu.whole import Damaged
 
 MOST_SHAPES = 4096
 """Exact shapes of calls that are remembered."""
@@ -46,13 +46,12 @@ Missing = Callable[[Path, Program], object] | None
 class Where:
     """What a function runs: decoder layers, the modules that have its weights, and what its operations depend on beside.
 
-    ``others``: what of the model is compiled; the pass joins them. ``hint``: said once if a program is not kept.
+    ``hint``: said once if a program is not kept.
     """
 
     layers: Sequence[nn.Module]
     modules: Sequence[nn.Module]
     depends: Any
-    others: list[Compiling]
     hint: str = ""
 
 
@@ -66,7 +65,6 @@ class CompiledPass:
         self, function: Callable[..., Any], shapes: Shapes, where: Where, missing: Missing = None, agree: Agree = all_nearly_equal
     ) -> None:
         self.function, self.shapes, self.where, self.missing, self.agree = function, shapes, where, missing, agree
-        where.others.append(self)
         self.reason: str | None = None
         """Why it is not compiled, and will not be."""
         self.weights = Weights()
@@ -169,7 +167,7 @@ class _Variant:
         return True
 
     def _trace(self, call: Call) -> Program:
-        from headstart.inference.compiled.traced import traced  # which takes a second
+        from headstart_cpu.traced import traced  # which takes a second
 
         void_running()
         where = self.owner.where

@@ -9,15 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, backbone, left_padded, prompts, random_drafter, say, tiny
+from headstart_cpu import packed, trace
+from headstart_cpu.packed import fits_in_memory, multiply, pack
+from headstart_cpu.trace import trace as traced
+from headstart_cpu.traced_products import ProductFunction
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.capture import onednn, packed, trace
+from headstart.inference.capture import onednn
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts
-from headstart.inference.capture.packed import fits_in_memory, multiply, pack
-from headstart.inference.capture.products import ProductFunction
-from headstart.inference.capture.trace import trace as traced
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 

@@ -1,4 +1,4 @@
-"""The backbone's verification passes through compiled layers, on a CPU."""
+"""Which functions of decoding are compiled: the backbone's verification passes and drafts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from headstart.heads.backbone.adapter import tuner_state
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.capture.backend import Call
-from headstart.inference.capture.capture import Capturer, warn_once
+from headstart.heads.base import Drafter
+from headstart.heads.kv.rows import STEP
+from headstart.inference.capture.backend import Call, Function, all_nearly_equal
+from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.captured import warn_once
 from headstart.support.errors import UserError
+from headstart.support.pytree import list_tensors
 
 if TYPE_CHECKING:
-    from headstart.inference.compiled.compiled_pass import CompiledPass, Missing
-    from headstart.inference.compiled.sizes import Shape
-    from headstart.inference.engine.reader import Reader
+    from headstart_cpu.compiled_pass import CompiledPass, Missing
+    from headstart_cpu.sizes import Shape
 
 OFF = "HEADSTART_COMPILE"
 """With this environment variable at 0, compiled code is not used unless it is asked for by name."""
@@ -33,23 +36,28 @@ logger = logging.getLogger(__name__)
 UNSTATED = ("_name_or_path", "transformers_version")
 
 
-def compiled_read(reader: Reader, function: Callable[..., Any]) -> CompiledPass | None:
-    """`Reader._read` with every tap, compiled; None where the capturer's backend or the machine does not.
+def compiled_pass(function: Function, of: Backbone | nn.Module | None, capturer: Capturer) -> CompiledPass | None:
+    """The function, compiled; None where the capturer's backend or the machine does not.
 
-    With every tap, so that all heads, and none, have the same program: their passes have the same bits.
+    ``of``: the backbone whose trees it verifies, or the drafter that drafts. Raises UserError as `compiles` does.
     """
-    if not compiles(reader.capturer, reader.backbone):
+    from headstart_cpu.compiled_pass import CompiledPass, Where  # here, since few calls need it
+
+    if isinstance(of, Backbone):
+        if not compiles(capturer, of):
+            return None
+        where = Where(list(of.layers), [of.model], described(of.model), HINT.format(of.name or "MODEL"))
+        return CompiledPass(function, _read_shapes, where, _missing(capturer))
+    assert isinstance(of, Drafter)
+    if not compiles(capturer, of.backbone):
         return None
-    from headstart.inference.compiled.compiled_pass import CompiledPass, Where  # here, since few calls need it
-
-    on, capturer = reader.backbone, reader.capturer
-    where = Where(list(on.layers), [on.model], described(on.model), capturer.compiled, HINT.format(on.name or "MODEL"))
-    return CompiledPass(function, _shapes, where, missing(capturer))
+    where = Where([], [of, of.backbone.model], (described(of), str(of.arguments), described(of.backbone.model)))
+    return CompiledPass(function, _draft_shapes, where, _missing(capturer), agree=_first_level_agrees)
 
 
-def missing(capturer: Capturer) -> Missing:
+def _missing(capturer: Capturer) -> Missing:
     """What is done about code that is not compiled: collected for `compile_model`, compiled at once for ``compile``, else nothing."""
-    from headstart.inference.compiled import store
+    from headstart_cpu import store
 
     return capturer.collect or ((lambda _, program: store.compile_missing(program)) if capturer.name == "compile" else None)
 
@@ -69,7 +77,7 @@ def compiles(capturer: Capturer, backbone: Backbone) -> bool:
 
 def not_compilable(backbone: Backbone) -> str | None:
     """The reason why the model's passes cannot be compiled here; None if they can."""
-    from headstart.inference.compiled import kernels
+    from headstart_cpu import kernels
 
     if backbone.device.type != "cpu":
         return f"compiled layers are for the CPU; the model is on {backbone.device.type}"
@@ -82,7 +90,7 @@ def not_compilable(backbone: Backbone) -> str | None:
     return kernels.unavailable()
 
 
-def _shapes(call: Call) -> list[Shape]:
+def _read_shapes(call: Call) -> list[Shape]:
     """The sizes of what `Reader._read` is called with."""
     stores, index = call.held[0], call.inputs[1]
     found: list[Shape] = []
@@ -94,6 +102,33 @@ def _shapes(call: Call) -> list[Shape]:
     if index is not None:
         found.append(("rows", "nodes"))
     return [*found, ("rows",), ("slots",)]
+
+
+def _first_level_agrees(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """True if the scores of the first level do: further ones may be of other nodes, where two had nearly the same score."""
+    return all_nearly_equal(others, results, slice(2, 3)) and all(bool(one.isfinite().all()) for one in others)
+
+
+def _draft_shapes(call: Call) -> list[Shape] | None:
+    """The sizes of a call: rows (but one row is apart), the slots of caches and of tables for their positions, and features change."""
+    rows, held = call.inputs[-3].tokens_BW.shape[0], call.leaves[: call.held_leaves]
+    slots = {leaf.shape[-2] for leaf in held if leaf.dim() >= 3 and leaf.shape[-2] % STEP == 0}
+    if len(slots) > 1:
+        return None
+    found: list[Shape] = []
+    for leaf in held:
+        sizes: list[int | str] = list(leaf.shape)
+        if leaf.dim() >= 3 and leaf.shape[-2] in slots:
+            sizes[-2] = "room"
+        elif leaf.dim() == 2 and leaf.shape[0] in slots:
+            sizes[0] = "room"
+        found.append(tuple(sizes))
+    found += [tuple(leaf.shape) for leaf in call.leaves[call.held_leaves :]]
+    for place, leaf in enumerate(list_tensors(call.inputs[0]), call.held_leaves):
+        found[place] = (leaf.shape[0], "nodes", *leaf.shape[2:]) if leaf.dim() > 1 else tuple(leaf.shape)
+    if rows == 1:
+        return found
+    return [("rows", *shape[1:]) if shape and shape[0] == rows else shape for shape in found]
 
 
 def described(model: nn.Module) -> str:

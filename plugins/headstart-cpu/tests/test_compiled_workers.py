@@ -11,18 +11,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from headstart_cpu import kernels, workers
+from headstart_cpu.layer import FILE
+from headstart_cpu.program import Region
 from needs import needs_a_compiler
 
 import headstart
-from headstart.inference.compiled import kernels, workers
-from headstart.inference.compiled.layer import FILE
-from headstart.inference.compiled.program import Region
 from headstart.support.errors import UserError
 
 REGION = Region("def forward(self, x):\n    return [x + 1]", (("float32", ("rows", 4)),))
 SCRIPT = f"""
-from headstart.inference.compiled import workers
-from headstart.inference.compiled.program import Region
+from headstart_cpu import workers
+from headstart_cpu.program import Region
 print(workers.compile_parts([Region({REGION.text!r}, {REGION.inputs!r})], lambda line: print(line, flush=True)))
 """
 

@@ -1,5 +1,5 @@
 """Backend ``trace``: TorchScript on a CPU, with packed weights. For passes that are not compiled: where there is no C++ compiler, or
-nothing was compiled, and of kinds that have none (`engine/compiled_read.py`).
+nothing was compiled, and of kinds that have none (`passes.py`).
 
 A small model spends most of a forward pass in Python, launching some hundred operations; replaying them from a trace takes half the time.
 A trace works for new sizes without retracing. `torch.jit.trace` is not used: it keeps the graph of every trace, some MB of a model's
@@ -8,6 +8,7 @@ forward pass, until the process ends.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from headstart.heads.backbone.tree_attention import LONG
 from headstart.inference.capture.backend import Backend, Call, Capture, Flat, Function, sizes_of_one
-from headstart.inference.capture.packed import fits_in_memory
-from headstart.inference.capture.products import ProductFunction
+from headstart_cpu.packed import fits_in_memory
+from headstart_cpu.traced_products import ProductFunction
 
 PASSES = ("_jit_pass_dce", "_jit_pass_cse")
 TYPES = ("ListType", "NumberType", "OptionalType", "TensorType")
@@ -72,7 +73,7 @@ class Trace(Backend):
 class _Traced(Capture):
     def __init__(self, function: Function, call: Call, packed: bool, same_bits: bool) -> None:
         super().__init__(same_bits)
-        flat = Flat(function, call)
+        flat = Flat(inspect.unwrap(function), call)  # linear layers are replaced afterwards, so without the products of the wrapper
         self.traced = ProductFunction(trace(flat, call.leaves), packed)
         self.build = flat.build
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.inference.compiled.whole import Damaged, require_whole, seal
 from headstart.support.devices import cxx, processor
 from headstart.support.files import atomic, cache_folder
+from headstart_cpu.whole import Damaged, require_whole, seal
 
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "codes.h")]
 OPTIONS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1")

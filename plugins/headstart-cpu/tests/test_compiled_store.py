@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from headstart_cpu import kernels, layer, store, whole
+from headstart_cpu.program import NotCompiled, Program, Region
 
 from headstart.inference.capture.backend import all_nearly_equal
 from headstart.inference.capture.capture import choose
-from headstart.inference.compiled import kernels, layer, store, whole
-from headstart.inference.compiled.program import NotCompiled, Program, Region
 from headstart.support.errors import UserError
 
 

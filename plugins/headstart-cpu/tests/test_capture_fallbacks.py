@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from families import backbone, prompts, random_drafter, say
+from headstart_cpu import trace, traced_products
+from headstart_cpu.trace import Trace
 from test_capture import CPU, Counted, captured_by
 from torch import Tensor
 
-from headstart.inference.capture import capture as capturing
-from headstart.inference.capture import products, trace
-from headstart.inference.capture.capture import PATIENCE, Capturer, CaptureReport
-from headstart.inference.capture.trace import Trace
+from headstart.inference.capture import captured as capturing
+from headstart.inference.capture.capture import Capturer, CaptureReport
+from headstart.inference.capture.captured import PATIENCE
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
@@ -133,7 +134,7 @@ def test_a_torch_without_torch_jit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_private_function_goes_unlisted() -> None:
-    source = "".join(Path(file.__file__).read_text() for file in (trace, products))
+    source = "".join(Path(file.__file__).read_text() for file in (trace, traced_products))
     used = set(re.findall(r"(?:passes|torch\._C)\.(\w+)", source))
     assert used == set(trace.PRIVATE)
 

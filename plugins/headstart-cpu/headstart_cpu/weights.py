@@ -16,9 +16,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from headstart.inference.capture.packed import version
-from headstart.inference.compiled.program import Packed, whole_blocks
 from headstart.support.text import gigabytes
+from headstart_cpu.packed import version
+from headstart_cpu.program import Packed, whole_blocks
 
 MEMORY_SHARE = 1 / 3
 """The copy takes at most this share of the memory that is free."""

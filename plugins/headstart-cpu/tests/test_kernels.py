@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from headstart_cpu import kernels
 from needs import needs_a_compiler
-
-from headstart.inference.compiled import kernels
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_attention_gives_a_query_the_same_bits_alone_and_among_others(
 OTHER_PROCESSOR = """
 import sys
 import pytest
-from headstart.inference.compiled import kernels
+from headstart_cpu import kernels
 
 kernels.OPTIONS += (sys.argv[1],)
 sys.exit(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *sys.argv[2:]]))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.capture import onednn
-from headstart.inference.capture.packed import PackedWeight, pack
+from headstart_cpu.packed import PackedWeight, pack
 
 
 class ProductFunction:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from gguf_models import chat_model, write_gguf
+from headstart_cpu import kernels, weights
+from headstart_cpu.program import Packed
 from needs import needs_a_compiler
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.inference.compiled import kernels, weights
-from headstart.inference.compiled.program import Packed
 from headstart.inference.generate import load
 
 pytestmark = needs_a_compiler
@@ -117,6 +117,6 @@ def test_a_file_of_4_bits_is_decoded_with_codes(tmp_path: Path, monkeypatch: pyt
         for on in (True, False)
     ]
     assert torch.equal(*texts)
-    compiled = heads.engine(True).reader.compiled
+    compiled = heads.engine(True).reader.read.compiled
     assert compiled is not None and compiled.active
     assert torch.uint8 in {tensor.dtype for tensor in compiled.weights._of.values()}

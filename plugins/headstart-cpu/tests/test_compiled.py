@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say, tiny
+from headstart_cpu import kernels, layer, loaded, store, weights, workers
+from headstart_cpu.compile_model import compile_model
+from headstart_cpu.compiled_pass import BEGUN
+from headstart_cpu.fakes import EXAMPLES
+from headstart_cpu.program import Program
+from headstart_cpu.sizes import hold, sizes_named
+from headstart_cpu.traced import traced
 from needs import needs_a_compiler
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.capture.capture import warn_once
-from headstart.inference.compile_model import compile_model
-from headstart.inference.compiled import kernels, layer, loaded, store, weights, workers
-from headstart.inference.compiled.compiled_pass import BEGUN
-from headstart.inference.compiled.fakes import EXAMPLES
-from headstart.inference.compiled.program import Program
-from headstart.inference.compiled.sizes import hold, sizes_named
-from headstart.inference.compiled.traced import traced
+from headstart.inference.capture.captured import warn_once
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers import made
@@ -42,7 +42,7 @@ def in_bf16(family: str = "llama") -> Backbone:
 
 
 def first(heads: SpeculativeModel, speculate: bool = True) -> Any:
-    compiled = heads.engine(speculate).reader.compiled
+    compiled = heads.engine(speculate).reader.read.compiled
     assert compiled is not None
     return compiled
 
@@ -238,7 +238,7 @@ def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setenv("CXX", "no-such-compiler")
     warn_once.cache_clear()
     for _ in range(2):
-        assert SpeculativeModel(backbone("llama")).engine(False).reader.compiled is None
+        assert SpeculativeModel(backbone("llama")).engine(False).reader.read.compiled is None
     assert len([one for one in caplog.records if "no C++ compiler (no-such-compiler is missing)" in one.message]) == 1
     with pytest.raises(UserError, match="no-such-compiler is missing.*choose 'auto' or 'off'"):
         SpeculativeModel(backbone("llama"), capture="compile").engine(False)

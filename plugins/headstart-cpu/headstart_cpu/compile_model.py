@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from headstart.inference.compiled import kernels, store, workers
-from headstart.inference.compiled.compiled_pass import BEGUN
-from headstart.inference.compiled.program import Program
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.compiled_read import OFF, not_compilable
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -27,6 +23,10 @@ from headstart.inference.handover import turn
 from headstart.inference.runtime import Engine
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.support.errors import UserError, notice
+from headstart_cpu import kernels, store, workers
+from headstart_cpu.compiled_pass import BEGUN
+from headstart_cpu.passes import OFF, not_compilable
+from headstart_cpu.program import Program
 
 PROMPT, STEPS = 8, 3
 """Tokens of a prompt, and decoding steps after it."""
@@ -45,10 +45,10 @@ def compile_model(heads: SpeculativeModel, say: Callable[[str], object], batch: 
         with turn(heads.backbone.model), heads.running():
             engine = Engine(heads, True, found.__setitem__)
             reason = engine.capturer.reason or f"compiled code is not used (capture is {heads.capture!r}, {OFF} is {os.environ.get(OFF)})"
-            if engine.reader.compiled is not None:
+            if engine.reader.read.compiled is not None:
                 say("tracing what may not be compiled yet")
                 _decode(engine, batch)
-                reason = engine.reader.compiled.reason
+                reason = engine.reader.read.compiled.reason
     if reason is not None:
         raise UserError(f"the layers of {heads.backbone.name or 'the model'} cannot be compiled: {reason}")
     parts = workers.compile_parts(store.lacking(found.values()), say)

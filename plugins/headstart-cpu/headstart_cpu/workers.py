@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import headstart
-from headstart.inference.compiled import kernels, store
-from headstart.inference.compiled.program import Region
 from headstart.support.errors import UserError
+from headstart_cpu import kernels, store
+from headstart_cpu.program import Region
 
 START = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
 if os.getppid() == int(sys.argv[1]):
-    from headstart.inference.compiled.workers import main
+    from headstart_cpu.workers import main
     main()
 """
 """The program of a process that compiles."""
@@ -61,8 +61,8 @@ def compile_parts(regions: Sequence[Region], say: Callable[[str], object]) -> in
 
 def _hand_out(jobs: queue.SimpleQueue[Any], done: list[float]) -> None:
     """Have a process compile one part after the other until there are no more."""
-    root = Path(headstart.__file__).parent.parent
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    roots = Path(headstart.__file__).parents[1], Path(__file__).parents[1]
+    paths = [*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
     command = [sys.executable, "-P", "-c", START, str(os.getpid())]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_drafter, say, tiny
+from headstart_cpu.trace import Trace
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.kv.rows import FixedMemory
 from headstart.inference.capture import capture as capture_module
 from headstart.inference.capture.backend import Call, Capture, Function
-from headstart.inference.capture.capture import PATIENCE, SHORT_PATIENCE, BackendName, Captured, Capturer
+from headstart.inference.capture.capture import BackendName, Capturer
+from headstart.inference.capture.captured import PATIENCE, SHORT_PATIENCE, Captured
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.capture.trace import Trace
 from headstart.inference.engine.filters import Filters
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -268,6 +270,6 @@ def test_a_trace_of_other_bits_is_not_used_where_bits_count() -> None:
         return x + 1e-6 if torch.jit.is_tracing() else x + 0
 
     for same_bits in (True, False):
-        captured = Capturer("trace", torch.device("cpu")).capture(rounds, "rounding", same_bits=same_bits)
+        captured = Captured(rounds, "rounding", Trace(None, FixedMemory(), same_bits), 0, None)
         assert torch.equal(captured([], torch.ones(3)), torch.ones(3)) is same_bits
         assert bool(captured.captures_made) is not same_bits and ("rounds otherwise" in str(captured.fallback)) is same_bits

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.inference.capture import onednn
+from headstart.inference.capture.watch import version
 
 PACKED_FOR = 12
 """Rows that the order is chosen for; it works for any number."""
@@ -70,8 +71,3 @@ def fits_in_memory(module: nn.Module | None) -> bool:
     """True if the packed weights of the module's linear layers take at most `MEMORY_SHARE` of the machine's memory."""
     layers = [] if module is None else [one for one in module.modules() if isinstance(one, nn.Linear)]
     return sum(one.weight.nbytes for one in layers) <= MEMORY_SHARE * psutil.virtual_memory().total
-
-
-def version(weight: Tensor) -> int:
-    """How often the tensor was changed in place; changes through ``.data`` do not count."""
-    return 0 if weight.is_inference() else weight._version

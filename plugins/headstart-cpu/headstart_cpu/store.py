@@ -13,22 +13,22 @@ from typing import Any
 import transformers
 
 import headstart
-from headstart.inference.compiled import kernels
-from headstart.inference.compiled.layer import FILE, Layer, compile_region
-from headstart.inference.compiled.program import NotCompiled, Program, Region
-from headstart.inference.compiled.whole import require_whole
 from headstart.support.errors import UserError
 from headstart.support.files import write_json, write_text
 from headstart.support.json_text import read_json
+from headstart_cpu import kernels
+from headstart_cpu.layer import FILE, Layer, compile_region
+from headstart_cpu.program import NotCompiled, Program, Region
+from headstart_cpu.whole import require_whole
 
 
 @functools.cache
 def code() -> str:
     """A hash of all that compiled layers depend on beside the model: the machine, versions and this code."""
     digest, root = hashlib.sha256(f"{kernels.code()} | {transformers.__version__}".encode()), Path(headstart.__file__).parent
-    for folder in ("heads", "inference/compiled", "inference/engine", "inference/sources"):
-        for file in sorted((root / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
+    folders = (Path(__file__).parent, *(root / name for name in ("heads", "inference/engine", "inference/sources")))
+    for file in (file for folder in folders for file in sorted(folder.rglob("*.py"))):
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:20]
 
 

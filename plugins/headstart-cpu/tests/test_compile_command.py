@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from families import backbone
+from headstart_cpu import compile_model, kernels, workers
 from needs import needs_a_compiler
 
 from headstart.cli.main import main
-from headstart.inference import compile_model
-from headstart.inference.compiled import kernels, workers
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 

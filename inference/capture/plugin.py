@@ -1,0 +1,93 @@
+"""The interface of a package that makes decoding faster on one kind of device, found by its entry point:
+
+    [project.entry-points."headstart.capture"]
+    cpu = "headstart_cpu.plugin:CPU"
+
+Without it everything decodes, and writes the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.capture.backend import Backend, Function
+from headstart.support.errors import UserError
+
+if TYPE_CHECKING:
+    from headstart.inference.capture.capture import Capturer
+    from headstart.inference.generate import SpeculativeModel
+
+GROUP = "headstart.capture"
+logger = logging.getLogger(__name__)
+LACKING = "the package headstart-cpu, with which a CPU decodes faster, is not installed; in a clone: pip install ./plugins/headstart-cpu"
+
+
+class Compiled(Protocol):
+    """A function by compiled code."""
+
+    reason: str | None
+    """Why it is not compiled, and will not be."""
+
+    @property
+    def active(self) -> bool:
+        """True while compiled code is used."""
+
+    def __call__(self, held: Any, *inputs: Any) -> tuple[Any] | None:
+        """The function's result, alone in a tuple; None if the function itself is to be run."""
+
+    def give_up(self, reason: str) -> None:
+        """Run the function itself from now on."""
+
+
+class Plugin(Protocol):
+    """What the package brings."""
+
+    trace: type[Backend]
+    """The backend ``trace``."""
+
+    def compiled(self, function: Function, of: Backbone | nn.Module | None, capturer: Capturer) -> Compiled | None:
+        """``function(held, *inputs)``, compiled; None where it is not. ``of``: the backbone that verifies, or the drafter that drafts."""
+
+    def compile_model(self, heads: SpeculativeModel, say: Callable[[str], object], batch: int = 1) -> dict[str, Any]:
+        """Compile what decoding with a model and its heads runs, once for a machine.
+
+        ``batch``: the most rows that are decoded together. ``say``: is given lines about the progress. Returns ``parts``, how many were
+        compiled, ``seconds`` and the ``folder``. Raises UserError where the layers cannot be compiled.
+        """
+
+    def compile_lacking(self, heads: SpeculativeModel, batch: int = 1) -> None:
+        """The same where compiled code is used by default, with lines on standard error, also about what cannot be compiled."""
+
+
+@functools.cache
+def plugin(device: str = "cpu") -> Plugin | None:
+    """The package for this type of device; None if none is installed, or none that fits, with a line in the log."""
+    for point in entry_points(group=GROUP, name=device):
+        try:
+            found: Plugin = point.load()
+            return found
+        except (ImportError, AttributeError) as error:
+            logger.warning("the package %s is not used, which makes decoding slower: %s", point.dist and point.dist.name, error)
+    return None
+
+
+def required() -> Plugin:
+    """The package for CPUs. Raises UserError if it is not installed."""
+    found = plugin()
+    if found is None:
+        raise UserError(LACKING)
+    return found
+
+
+def compile_lacking(heads: SpeculativeModel, batch: int = 1) -> None:
+    """See `Plugin.compile_lacking`; nothing without a package for the device."""
+    found = plugin(heads.backbone.device.type)
+    if found is not None:
+        found.compile_lacking(heads, batch)
