@@ -14,6 +14,10 @@ LONGEST = 1500
 """Characters of a message; the middle of a longer one is left out."""
 SILENCE = 5.0
 """Seconds without a line while something is waited for."""
+GONE = {
+    "lora": "heads are trained whole, from drafter.init",
+}
+"""Keys, commands and flags of earlier versions, and what takes their place."""
 
 
 class UserError(ValueError):
@@ -43,7 +47,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the beginning of a remedy that offers the nearest known name; empty if none is near."""
+    """Return the beginning of a remedy that says what takes a name's place or offers the nearest known one; empty if none is near."""
+    if name in GONE:
+        return f"it is gone: {GONE[name]}; "
     near = nearest(name, known)
     return "" if near is None else f"did you mean {near!r}? "
 

@@ -51,13 +51,11 @@ def read_starts(recipe: Recipe, drafters: Mapping[str, Drafter]) -> dict[str, Wa
     return starts
 
 
-def choose_vocabularies(drafters: Mapping[str, Drafter], starts: Mapping[str, WarmStart], counts: LabelCounts) -> None:
-    """Set the draft vocabularies to the most frequent tokens of the training data; an adapted drafter keeps its own."""
-    for name, drafter in drafters.items():
-        if drafter.vocabulary is None:
-            continue
-        tokens = starts[name].drafter.vocabulary if drafter.lora is not None else None
-        drafter.use_vocabulary(most_frequent(counts.training_V, len(drafter.vocabulary)) if tokens is None else tokens)
+def choose_vocabularies(drafters: Mapping[str, Drafter], counts: LabelCounts) -> None:
+    """Set the draft vocabularies to the most frequent tokens of the training data."""
+    for drafter in drafters.values():
+        if drafter.vocabulary is not None:
+            drafter.use_vocabulary(most_frequent(counts.training_V, len(drafter.vocabulary)))
 
 
 def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features: FeatureSource, accelerator: Accelerator) -> list[str]:
