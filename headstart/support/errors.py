@@ -16,6 +16,8 @@ SILENCE = 5.0
 """Seconds without a line while something is waited for."""
 GONE = {
     "lora": "heads are trained whole, from drafter.init",
+    "cache.teacher": "a cache holds the final hidden states, in 8 bits by default; leave it out",
+    "cache.top_k": "a cache holds the final hidden states, in 8 bits by default; leave it out",
 }
 """Keys, commands and flags of earlier versions, and what takes their place."""
 
@@ -46,10 +48,15 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None
     return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), None)
 
 
+def gone(name: str) -> str:
+    """Return what takes the place of a key, command or flag of earlier versions; empty if it never was one."""
+    return next((f"it is gone: {instead}" for one, instead in GONE.items() if f".{name}".endswith(f".{one}")), "")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the beginning of a remedy that says what takes a name's place or offers the nearest known one; empty if none is near."""
-    if name in GONE:
-        return f"it is gone: {GONE[name]}; "
+    if said := gone(name):
+        return f"{said}; "
     near = nearest(name, known)
     return "" if near is None else f"did you mean {near!r}? "
 

@@ -19,6 +19,10 @@ RECIPE = "recipes/quickstart/eagle3.yaml"
     ("words", "said"),
     [
         (["plan", RECIPE, "drafter.lora.rank=4"], "unknown key drafter.lora; it is gone: heads are trained whole, from drafter.init"),
+        (
+            ["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"],
+            "cache.teacher; it is gone: a cache holds the final hidden states",
+        ),
     ],
 )
 def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

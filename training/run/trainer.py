@@ -233,7 +233,7 @@ def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: 
     lora, adapter = recipe.backbone.lora, drafter.backbone.trainable
     if recipe.train.compile and (reason := not_compilable(accelerator.device)):
         raise UserError(f"train.compile=true: {reason}, or set train.compile=false")
-    step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective, recipe.train.compile)
+    step: nn.Module = TrainStep(drafter, recipe.objective, recipe.train.compile)
     if lora is not None:
         step = JointStep(source, drafter, recipe.objective, lora, recipe.train.compile)
     optimizer = build_optimizer(drafter, recipe.train, adapter.values(), 1.0 if lora is None else lora.lr_ratio)
