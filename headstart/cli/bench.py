@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,7 +90,7 @@ def bench(args: argparse.Namespace) -> int:
 
     if args.html is not None:
         require_charts("--html")
-    subject, plan = bench_subject(args), replace(bench_plan(args), replay=args.html is not None)
+    subject, plan = bench_subject(args), bench_plan(args)
     for _, heads in subject.heads if not args.no_compile else ():
         compile_lacking(heads, max(args.batch_size or [1]))
     report = compare(subject.heads, subject.prompts, plan, subject.prompter, subject.others)
@@ -99,7 +99,6 @@ def bench(args: argparse.Namespace) -> int:
         from headstart.inference.bench.page import report_page
 
         write_text(args.html, report_page(report))
-        del report["replays"]  # for the page only
     write_json(args.json, report)
     print_report(report, sys.stdout)
     return 1 if report["verdict"] == FAULT or (report["dropped_prompts"] and not args.skip_long) else 0
@@ -179,14 +178,14 @@ def _assisted(args: argparse.Namespace, backbone: Backbone) -> list[Transformers
 
 COMPARE_EXAMPLE = """examples:
   headstart compare before.json after.json --html compared.html
-  headstart compare out/eagle3 out/medusa --html runs.html"""
+  headstart compare out/eagle3 out/medusa"""
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart compare``."""
     about = "two reports of bench --json (before, after), or the folders of training runs"
     parser.add_argument("what", nargs="+", metavar="REPORT|RUN", help=about)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with plots")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with plots of the reports")
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -195,7 +194,7 @@ def compare(args: argparse.Namespace) -> int:
     from headstart.support.errors import UserError
     from headstart.support.files import as_path, write_text
     from headstart.support.page import require_charts
-    from headstart.training.log.runs import print_runs, read_runs, runs_page
+    from headstart.training.log.runs import print_runs, read_runs
 
     folders = [as_path("report", path).is_dir() for path in args.what]
     if args.html is not None:
@@ -205,17 +204,16 @@ def compare(args: argparse.Namespace) -> int:
     if all(folders):
         if len(set(args.what)) < len(args.what):
             raise UserError("the same folder was given twice; give different runs")
-        logs = read_runs(args.what)
-        print_runs(logs, sys.stdout)
-        page = runs_page(logs) if args.html is not None else ""
+        if args.html is not None:
+            raise UserError("--html shows reports of bench; for the curves of runs, train with log.tensorboard=true or log.wandb")
+        print_runs(read_runs(args.what), sys.stdout)
     elif any(folders) or len(args.what) > 2:
         raise UserError("these cannot be compared with each other; give two reports of bench --json, or folders of training runs")
     else:
         both = read_comparison(*args.what)
         print_comparison(both, sys.stdout)
-        page = comparison_page(both) if args.html is not None else ""
-    if args.html is not None:
-        write_text(args.html, page)
+        if args.html is not None:
+            write_text(args.html, comparison_page(both))
     return 0
 
 
