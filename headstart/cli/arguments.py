@@ -70,7 +70,6 @@ def _float(text: str) -> float:
 
 BATCH, NODES, WIDTH, DEPTH = count(1, MAX_BATCH), count(1, MAX_NODES), count(1, MAX_WIDTH), count(1, MAX_DEPTH)
 THREADS, SEED = count(1, max_threads()), count(0, MAX_SEED)
-TUNED_NODES = count(2, MAX_NODES)
 RENAMED = {
     "--also-alone": "--include-heads-only",
     "--also-fixed-tree": "--include-static-tree",

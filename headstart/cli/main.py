@@ -75,7 +75,6 @@ COMMANDS = (
         "Compile a model's layers and its heads' drafts for this CPU, once",
         "compile_layers",
     ),
-    Command("tune", "bench", "Measure step latency on this machine, so that tree sizes fit it from the first token on"),
     Command("cache", "preparing", "Cache target hidden states for training"),
     Command("serve-features", "preparing", "Print or start the vLLM server that a recipe's hidden states come from", "serve_features"),
     Command("regenerate", "preparing", "Replace the answers of a dataset by the backbone's own"),

@@ -18,6 +18,7 @@ GONE = {
     "lora": "heads are trained whole, from drafter.init",
     "cache.teacher": "a cache holds the final hidden states, in 8 bits by default; leave it out",
     "cache.top_k": "a cache holds the final hidden states, in 8 bits by default; leave it out",
+    "tune": "decoding times this machine in its first steps, and heads keep the acceptance of their training",
 }
 """Keys, commands and flags of earlier versions, and what takes their place."""
 

@@ -233,7 +233,7 @@ def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan)
 def _alone(heads: SpeculativeModel) -> SpeculativeModel:
     """The trained drafter without proposers."""
     alone = SpeculativeModel(heads.backbone, heads.drafter, capture=heads.capture)
-    alone.tuned, alone.measured = heads.tuned, heads.measured
+    alone.measured = heads.measured
     return alone
 
 

@@ -23,6 +23,7 @@ RECIPE = "recipes/quickstart/eagle3.yaml"
             ["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"],
             "cache.teacher; it is gone: a cache holds the final hidden states",
         ),
+        (["tune", "--heads", "heads"], "'tune'; it is gone: decoding times this machine in its first steps"),
     ],
 )
 def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

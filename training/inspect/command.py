@@ -1,6 +1,6 @@
 """``headstart inspect`` for a recipe or a checkpoint.
 
-Of a checkpoint, without loading it or its backbone: metadata, tensor shapes, machines it was tuned on.
+Of a checkpoint, without loading it or its backbone: metadata, and tensor shapes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
 from headstart.heads.checkpoint import METADATA, read_metadata
-from headstart.inference.speculation.tuned import FILE as TUNED
-from headstart.inference.speculation.tuned import read_entries
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash, settle
 from headstart.support.hub import local_or_shipped
@@ -52,7 +50,6 @@ def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]
         "weights_match_hash": matches,
         "provenance": {key: metadata["provenance"].get(key) for key in PROVENANCE},
         "resumable_steps": sorted(int(step) for step in _steps(folder) if step.isdecimal()),
-        "tuned_for": _tuned(folder / TUNED),
     }
     return report, _screen(path, report)
 
@@ -78,11 +75,6 @@ def _tensors(file: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _tuned(file: Path) -> list[str]:
-    """Return the machines measured by `headstart tune`."""
-    return list(read_entries(file)) if file.exists() else []
-
-
 def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
     provenance, contract = report["provenance"], report["contract"]
     start = provenance["init"]
@@ -103,7 +95,6 @@ def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
         *([("command", provenance["command"])] if provenance["command"] else []),
         *([("versions", versions)] if versions else []),
         *([("resumes", f"from step {', '.join(map(str, report['resumable_steps']))}")] if report["resumable_steps"] else []),
-        *(("tuned", machine) for machine in report["tuned_for"]),
     ]
     return [
         labelled([
