@@ -23,7 +23,7 @@ FOLDERS = ("headstart/support", *LAYERS, "headstart/cli")
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40
 MOST_PARAMETERS = 6
-FRONT_DOOR = {"inference/generate.py": {"generate", "load"}, "inference/serving/assisted.py": {"generate"}}
+FRONT_DOOR = {"inference/generate.py": {"generate", "load"}}
 """Functions whose signatures follow transformers' ``generate`` and ``from_pretrained``."""
 DEFERRED = {
     ("headstart.heads.base", "headstart.heads.checkpoint"),  # Drafter.save_pretrained
@@ -39,7 +39,6 @@ PUBLIC = {
     "__version__",
     "show",
     "stateless",
-    "assisted",
     "custom_generate",
     "grammar",
     "load",
