@@ -64,9 +64,9 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
     parser.add_argument("--sampled-nodes", type=NODES, metavar="N", help="--nodes above temperature 0 (default: the same)")
     parser.add_argument("--sampled-width", type=WIDTH, metavar="W", help="--width above temperature 0 (default: the same)")
     about = "measure the heads also in trees of a fixed size (set by --nodes, --width and so on), without proposers"
-    parser.add_argument("--include-static-tree", "--also-fixed-tree", dest="also_fixed_tree", action="store_true", help=about)
+    parser.add_argument("--include-static-tree", action="store_true", help=about)
     about = "measure the heads also without --propose, --draft-model and --early-exit"
-    parser.add_argument("--include-heads-only", "--also-alone", dest="also_alone", action="store_true", help=about)
+    parser.add_argument("--include-heads-only", action="store_true", help=about)
     parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
     parser.add_argument("--assistant", metavar="MODEL", help="measure transformers' assisted decoding with this draft model too")
     add_no_compile(parser)
@@ -123,7 +123,7 @@ def bench_subject(args: argparse.Namespace) -> Subject:
         assisted = "transformers' assisted decoding (--prompt-lookup, --assistant) takes one sequence at a time"
         raise UserError(f"{assisted}, and --batch-size is {' '.join(map(str, batches))}; add 1 to --batch-size or leave them out")
     trained = args.heads or []
-    if args.also_alone and not (trained and drafts_untrained(args)):
+    if args.include_heads_only and not (trained and drafts_untrained(args)):
         others = "--propose, --draft-model or --early-exit"
         raise UserError(f"--include-heads-only measures heads without what {others} adds; give --heads and one of these, or leave it out")
     if not trained and not drafts_untrained(args):
@@ -152,10 +152,10 @@ def bench_plan(args: argparse.Namespace) -> Plan:
         max_new_tokens=args.max_new_tokens,
         temperatures=tuple(dict.fromkeys(args.temperature or [0.0])),
         seed=args.seed,
-        tree="auto" if args.also_fixed_tree else tree,
-        sampled="auto" if args.also_fixed_tree else sampled,
-        fixed_trees=(fixed[0], fixed[1]) if args.also_fixed_tree else None,
-        also_alone=args.also_alone,
+        tree="auto" if args.include_static_tree else tree,
+        sampled="auto" if args.include_static_tree else sampled,
+        fixed_trees=(fixed[0], fixed[1]) if args.include_static_tree else None,
+        also_alone=args.include_heads_only,
         batches=tuple(dict.fromkeys(args.batch_size or [1])),
         rounds=args.rounds,
     )

@@ -19,6 +19,10 @@ GONE = {
     "cache.teacher": "a cache holds the final hidden states, in 8 bits by default; leave it out",
     "cache.top_k": "a cache holds the final hidden states, in 8 bits by default; leave it out",
     "tune": "decoding times this machine in its first steps, and heads keep the acceptance of their training",
+    "--also-alone": "say --include-heads-only",
+    "--also-fixed-tree": "say --include-static-tree",
+    "--draft-offload": "say --offload-draft-kv",
+    "--draft-sink": "say --num-sink-tokens",
 }
 """Keys, commands and flags of earlier versions, and what takes their place."""
 
@@ -55,9 +59,7 @@ def gone(name: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the beginning of a remedy that says what takes a name's place or offers the nearest known one; empty if none is near."""
-    if said := gone(name):
-        return f"{said}; "
+    """Return the beginning of a remedy that offers the nearest known name; empty if none is near."""
     near = nearest(name, known)
     return "" if near is None else f"did you mean {near!r}? "
 

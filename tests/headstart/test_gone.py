@@ -23,7 +23,8 @@ RECIPE = "recipes/quickstart/eagle3.yaml"
             ["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"],
             "cache.teacher; it is gone: a cache holds the final hidden states",
         ),
-        (["tune", "--heads", "heads"], "'tune'; it is gone: decoding times this machine in its first steps"),
+        (["tune", "--heads", "heads"], "; it is gone: decoding times this machine in its first steps"),
+        (["bench", "--prompts", "p.jsonl", "--draft-sink=3"], "arguments: --draft-sink=3; it is gone: say --num-sink-tokens"),
     ],
 )
 def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
