@@ -94,7 +94,7 @@ test-all: $(INSTALLED)
 	$(MAKE) test-versions VERSIONS=oldest
 	$(MAKE) test-versions VERSIONS=newest
 
-ACROSS := heads/backbone heads/draft_model heads/hybrid heads/window inference/arguments inference/assisted inference/beam inference/continued \
+ACROSS := heads/backbone heads/draft_model heads/hybrid heads/window inference/arguments inference/beam inference/continued \
   inference/custom_generate inference/generate inference/lossless inference/offloaded inference/refusals inference/users_model \
   inference/users_objects inference/versions inference/serving/export inference/serving/import inference/serving/verify \
   training/adapter training/draft_model_training training/loop headstart/chat headstart/cli

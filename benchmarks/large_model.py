@@ -7,6 +7,7 @@ step; the parts of real decoding steps, AR and with drafts, and the ratio of the
 bandwidth that captured AR decoding reaches (MBU). With ``--profile``, the kernels of steps with 1, 8 and 64 nodes instead.
 """
 
+import statistics
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.results import memory_bandwidth, weight_bytes
-from headstart.inference.bench.tune import TunePlan, tune
 from headstart.inference.capture.capture import BackendName
-from headstart.inference.engine.tree import TreeShape
+from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
 
 LARGE = {
@@ -41,6 +42,7 @@ TINY = {
 }
 NODES = (1, 8, 64)
 DEPTH, WIDTH = 6, 8
+WARM_UP, LONGEST_WARM_UP, REPEATS = 40, 240, 15
 
 
 def build(path: str | None) -> tuple[Backbone, Drafter]:
@@ -89,14 +91,31 @@ def models(path: str | None) -> tuple[Backbone, Drafter]:
     return backbone, drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
 
+@torch.no_grad()
+def pass_ms(model: SpeculativeModel, context: int) -> dict[int, float]:
+    """Median milliseconds of a pass by nodes, the transfer of the picks to the host included, once it is no longer being captured."""
+    reader, found = model.engine(True).reader, {}
+    ids = torch.randint(model.backbone.vocab, (1, context), device=model.backbone.device)
+    _, cache = reader.prompts(ids, torch.full((1,), context, device=ids.device))
+    for nodes in NODES:
+        tree = CandidateTree([list(range(nodes))], [[max(0, (node - 1) // 2) for node in range(nodes)]])
+        times: list[float] = []
+        for passes in range(LONGEST_WARM_UP + REPEATS):
+            with Stopwatch(ids.device) as watch:
+                reader.tree(cache, tree)[1].argmax(-1).tolist()
+            if passes >= WARM_UP and (watch.valid or times):
+                times.append(watch.seconds)
+            if len(times) == REPEATS:
+                break
+        found[nodes] = 1e3 * statistics.median(times)
+    return found
+
+
 def measure(path: str | None, context: int) -> dict[str, Any]:
     backbone, drafter = models(path)
     backend: BackendName = "cuda-graph" if torch.cuda.is_available() else "trace"
-    plan = TunePlan(rows=(1,), contexts=(context,), nodes=NODES, repeats=15)
-    uncaptured, captured = (
-        tune(SpeculativeModel(backbone, drafter, capture=name), [], plan).details["by_context"][0] for name in ("off", backend)
-    )
-    ar = dict(captured["pass_ms"])[1]
+    uncaptured, captured = (pass_ms(SpeculativeModel(backbone, drafter, capture=name), context) for name in ("off", backend))
+    ar = captured[1]
     model = SpeculativeModel(backbone, drafter, capture=backend)
     steps = {"ar": step_ms(model, context, None)}
     steps |= {str(nodes): step_ms(model, context, TreeShape(nodes, WIDTH, DEPTH)) for nodes in NODES[1:]}
@@ -106,8 +125,8 @@ def measure(path: str | None, context: int) -> dict[str, Any]:
         "backbone": path,
         "dtype": str(backbone.dtype),
         "context": context,
-        "ar_ms": {"uncaptured": dict(uncaptured["pass_ms"])[1], "captured": ar},
-        "pass_over_ar": {str(nodes): ms / ar for nodes, ms in captured["pass_ms"]},
+        "ar_ms": {"uncaptured": uncaptured[1], "captured": ar},
+        "pass_over_ar": {str(nodes): ms / ar for nodes, ms in captured.items()},
         "step_ms": steps,
         "step_over_ar": {name: ms / whole["ar"] for name, ms in whole.items()},
         "mbu": weight_bytes(backbone) / (ar / 1e3) / memory_bandwidth(backbone.device),

@@ -87,7 +87,7 @@ def measure_rows(rows: int, settings: Objective, args: argparse.Namespace) -> di
         with torch.autocast(backbone.device.type, torch.bfloat16, enabled=on_gpu):
             features = timed(spent["features"], partial(source.read, batch))
             hidden = timed(spent["drafter"], partial(drafter, features))
-            loss = FusedLoss(settings, source.teacher, drafter, args.compile)
+            loss = FusedLoss(settings, drafter, args.compile)
             sums = timed(spent["objective"], partial(objective, loss, features, hidden))
         timed(spent["backward"], (sums.loss / labels).backward)
         timed(spent["optimizer"], optimizer.step)

@@ -204,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--vllm-eager", action="store_true", help="have vLLM compile nothing")
     options.add_argument("--llama", type=Path, metavar="FOLDER", help="where node-llama-cpp is installed (default: without llama.cpp)")
     options.add_argument("--node", default="node", metavar="PROGRAM", help="what runs it (node)")
-    options.set_defaults(also_alone=True, prompt_lookup=True, max_new_tokens=96)
+    options.set_defaults(include_heads_only=True, prompt_lookup=True, max_new_tokens=96)
     return options
 
 

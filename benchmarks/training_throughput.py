@@ -75,7 +75,7 @@ def take_step(way: Way, step: int, backbone: Backbone, drafter: Drafter, optimiz
     with clock(spent["drafter"]):
         hidden = drafter(features)
     with clock(spent["objective"]):
-        sums = objective(FusedLoss(way.recipe.objective, way.source.teacher, drafter), features, hidden)
+        sums = objective(FusedLoss(way.recipe.objective, drafter), features, hidden)
     with clock(spent["drafter"]):
         (sums.loss / labels).backward()
     with clock(spent["optimizer"]):

@@ -28,7 +28,6 @@ from headstart.support.pytree import list_tensors, map_tensors
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
-    from headstart.heads.lora import Lora
 
 
 class DrafterConfig(StrictModel):
@@ -85,8 +84,6 @@ class Drafter(nn.Module, ABC):
     """Backbone layers whose residual stream the drafter uses."""
     width: int
     """Width of the hidden states that it computes with."""
-    lora: Lora | None = None
-    """LoRA adapter on its linear layers, in training (``drafter.lora``)."""
     vocabulary: Tensor | None
     """int64 [DV]: the backbone token of each draft vocabulary entry, ascending; None: the whole vocabulary."""
 

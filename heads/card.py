@@ -13,8 +13,6 @@ class Weights(Form):
     file: str
     """Name of the weights file, in the checkpoint's folder."""
     sha256: str
-    adapter: str | None = None
-    """Hash of the drafter's own adapter, if any."""
 
 
 class Contract(Form):

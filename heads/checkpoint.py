@@ -6,7 +6,6 @@ config.json             for serving engines (`Drafter.engine_config`)
 headstart.json          kind and arguments, the backbone's contract, a hash of the weights, provenance
 adapter/                the backbone's PEFT adapter, if any: heads trained with it draft for the adapted backbone
 custom_generate/        code for transformers' `custom_generate`; loading heads does not run it
-drafter_adapter/        the drafter's own PEFT adapter, if any (drafter.lora), which loading adds to the weights
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, DRAFTER_ADAPTER
+from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.fingerprint import VERSION, tokenizer_digest
 from headstart.heads.backbone.model_config import end_tokens, read_sizes
@@ -34,14 +33,14 @@ from headstart.heads.methods import built_in, construct_drafter, require_weights
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.template import ChatSettings, template_hash
 from headstart.support.errors import UserError, notice
-from headstart.support.files import atomic, discard, file_hash, flush, settle, transaction
+from headstart.support.files import atomic, file_hash, flush, settle, transaction
 from headstart.support.hub import find_folder, inside
 from headstart.support.json_text import fault, read_json
 
 METADATA = "headstart.json"
 AGAIN = "train or fetch the heads again"
 FORMAT = 1
-ADAPTER_FILES = [f"{folder}/{file}" for folder in (ADAPTER, DRAFTER_ADAPTER) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+ADAPTER_FILES = [f"{ADAPTER}/{file}" for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
 
 def recipe_section(provenance: dict[str, Any], name: str) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def chat_of(path: str | Path | None, tokenizer: PreTrainedTokenizerBase | None, 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     """Write the checkpoint; its files replace those of an earlier save in one step (see `transaction`)."""
     config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()  # may raise: before anything is written
-    backbone, weights = drafter.backbone, {"file": drafter.file_name}
+    backbone = drafter.backbone
     trained_on: dict[str, Any] = {"fingerprint": VERSION, "precision": backbone.precision}
     if "tokenizer" in extra:
         trained_on["tokenizer"] = extra.pop("tokenizer")
@@ -89,10 +88,6 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
         if backbone.adapter is not None:
             (new / ADAPTER).mkdir()
             backbone.adapter.save(new / ADAPTER)
-        if drafter.lora is not None:
-            (new / DRAFTER_ADAPTER).mkdir()
-            drafter.lora.save(new / DRAFTER_ADAPTER)
-            weights["adapter"] = file_hash(new / DRAFTER_ADAPTER / ADAPTER_WEIGHTS)
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         file, config_file = new / drafter.file_name, new / "config.json"
         config_file.write_text(json.dumps(config, indent=2) + "\n")
@@ -104,12 +99,10 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "arguments": drafter.arguments,
             "backbone": backbone.name,
             "contract": backbone.contract() | trained_on | {"taps": list(drafter.taps), "adapter": backbone.adapter_digest},
-            "weights": weights | {"sha256": file_hash(file)},
+            "weights": {"file": drafter.file_name, "sha256": file_hash(file)},
             "provenance": extra,
         }
         (new / METADATA).write_text(json.dumps(card, indent=2) + "\n")
-    if drafter.lora is None:
-        discard(folder / DRAFTER_ADAPTER)  # of an earlier save
 
 
 def add_provenance(folder: Path, added: dict[str, Any]) -> None:
@@ -147,6 +140,8 @@ def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
         wrong = "weights.file names no file in the folder"
     if wrong is not None:
         raise UserError(f"{card_file} is damaged ({wrong}); {AGAIN}")
+    if card["weights"].get("adapter") is not None:
+        raise UserError(f"{path} keeps its weights in an adapter (drafter.lora), which is gone; train heads whole from drafter.init")
     for name in ("config.json", card["weights"]["file"], *ADAPTER_FILES):
         inside(folder, name)
     return folder, {key: card[key] for key in Card.model_fields}
@@ -199,10 +194,7 @@ def _require_template(path: str, card: dict[str, Any], tokenizer: PreTrainedToke
 
 
 def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbone) -> Drafter:
-    """Read the drafter of a checkpoint (see `read_metadata`) in fp32, with its adapter added to its weights if it has one.
-
-    Raises UserError if files are missing or damaged.
-    """
+    """Read the drafter of a checkpoint (see `read_metadata`) in fp32. Raises UserError if files are missing or damaged."""
     file = _checked(path, folder / card["weights"]["file"], card["weights"]["sha256"])
     if not built_in(card["kind"]) and card["kind"] not in sys.modules:
         kind = card["kind"]
@@ -213,11 +205,6 @@ def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbo
     except (SafetensorError, RuntimeError) as error:
         raise UserError(f"{file} does not hold the tensors of {card['kind']}: {' '.join(str(error).split())[:300]}") from None
     require_weights(drafter, str(file))
-    if (adapter := card["weights"].get("adapter")) is not None:
-        _checked(path, folder / DRAFTER_ADAPTER / ADAPTER_WEIGHTS, adapter)
-        from headstart.heads.lora import merge_saved  # here, since few heads have one
-
-        drafter = merge_saved(drafter, folder / DRAFTER_ADAPTER)
     return drafter
 
 

@@ -46,11 +46,6 @@ class WarmStart:
         if self.drafter.taps != drafter.taps:
             taps = list(self.drafter.taps)
             raise UserError(f"drafter.init={self.path} reads the taps {taps}, this drafter {list(drafter.taps)}: set drafter.taps={taps}")
-        if drafter.lora is not None and _size(self.drafter) != _size(drafter):
-            raise UserError(
-                f"drafter.lora keeps the draft vocabulary of drafter.init={self.path}, of {_size(self.drafter)} tokens; this one has "
-                f"{_size(drafter)}: set drafter.draft_vocab_size={self.drafter.arguments.get('draft_vocab_size') or 'null'}"
-            )
         for key in drafter.fixed_arguments:
             given, here = (json.dumps(one.arguments[key]) for one in (self.drafter, drafter))
             if given != here:
@@ -113,8 +108,7 @@ def read_warm_start(path: str, kind: str, backbone: Backbone) -> WarmStart:
     except UserError as error:
         raise UserError(f"drafter.init: {error}") from None
     same = backbone.match(card["contract"]) != "other" and card["contract"].get("adapter") == backbone.adapter_digest
-    weights = {key: value for key, value in card["weights"].items() if value is not None}
-    return WarmStart(path, drafter.to(backbone.device), weights, same)
+    return WarmStart(path, drafter.to(backbone.device), card["weights"], same)
 
 
 def require_kind(path: str, card: dict[str, Any], kind: str) -> None:
@@ -130,10 +124,6 @@ def _state(drafter: Drafter) -> dict[str, Tensor]:
 def _tokens(drafter: Drafter) -> Tensor:
     """Return the backbone tokens of the draft vocabulary (int64 ``[DV]``), on the CPU."""
     return torch.arange(drafter.backbone.vocab) if drafter.vocabulary is None else drafter.vocabulary.cpu()
-
-
-def _size(drafter: Drafter) -> int:
-    return drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)
 
 
 def _output_names(drafter: Drafter) -> set[str]:

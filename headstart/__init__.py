@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from headstart.inference.engine.tree import TreeShape
     from headstart.inference.generate import SpeculativeModel, load
     from headstart.inference.grammar import grammar
-    from headstart.inference.serving.assisted import assisted
     from headstart.inference.serving.custom_generate import custom_generate
     from headstart.inference.show import show
     from headstart.training.recipe.recipe import load_recipe
@@ -28,7 +27,6 @@ __all__ = [
     "SpeculativeModel",
     "TreeShape",
     "__version__",
-    "assisted",
     "custom_generate",
     "grammar",
     "load",
@@ -45,7 +43,6 @@ _HOME = {
     "Features": "headstart.heads.backbone.features",
     "SpeculativeModel": "headstart.inference.generate",
     "TreeShape": "headstart.inference.engine.tree",
-    "assisted": "headstart.inference.serving.assisted",
     "custom_generate": "headstart.inference.serving.custom_generate",
     "grammar": "headstart.inference.grammar",
     "load": "headstart.inference.generate",

@@ -38,7 +38,6 @@ from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.forced import ForcedProposer
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
-from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.support.chat.conversation import Chat
 from headstart.support.devices import plain_arithmetic, without_autocast
 from headstart.support.errors import UserError, waiting
@@ -70,8 +69,6 @@ class SpeculativeModel:
         if backbone.whole and backbone.refusal is not None:
             raise UserError(backbone.refusal)
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
-        self.tuned: Tuned | None = None
-        """Results of `headstart tune` on this machine, if any."""
         self.measured: dict[bool, dict[str, Any]] = {}
         """What the drafter's drafts were worth in its training's evaluation, greedy (False) or sampled (True), as `Acceptance.to_json`."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
@@ -252,7 +249,6 @@ def load(
     if drafter is not None and depth is not None:
         drafter.set_depth(depth)
     heads = SpeculativeModel(on, drafter, proposers=beside, capture=capture)
-    heads.tuned = read_tuned(path, on)
     heads.measured = {} if path is None else _measured(path)
     heads.chat = chat_of(path, tokenizer, on)
     return heads

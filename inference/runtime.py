@@ -126,11 +126,6 @@ class Engine:
         for source in sources if heads.drafter is not None else []:
             if isinstance(source, DrafterSource) and source.drafter is heads.drafter:
                 source.by_mode |= {sampled: Acceptance.from_json(stored) for sampled, stored in heads.measured.items()}
-        if heads.tuned is not None:
-            self.speculation.cost_model = heads.tuned.cost_model()
-            for source in sources:
-                for sampled, acceptance in source.by_mode.items():
-                    acceptance.calibration = heads.tuned.calibration_of(source.name, sampled)
         self.spot_check = SpotCheck(heads.backbone, self.capturer)
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
         self._beams: Beams | None = None

@@ -114,7 +114,7 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
 
 def _measure_stored(run: Run, trainer: DrafterTrainer, drafter: Drafter) -> bool:
     """Log the teacher-forced acceptance on the held-out rows' features: it cannot decode here."""
-    loss, sampled = FusedLoss(trainer.recipe.objective, run.source.teacher, drafter), run.recipe.eval.temperature > 0
+    loss, sampled = FusedLoss(trainer.recipe.objective, drafter), run.recipe.eval.temperature > 0
     training = drafter.training
     drafter.eval()
     try:

@@ -40,7 +40,7 @@ def _save_heads(run: Run) -> Exception | None:
     fault: Exception | None = None
     for trainer in run.trainers:
         try:
-            with trainer.eval_weights(merge=trainer.merges) as drafter:
+            with trainer.eval_weights() as drafter:
                 if run.accelerator.is_main_process:
                     recipe = to_dict(trainer.recipe)
                     provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, **trainer.results}

@@ -108,7 +108,7 @@ def prepare(recipe: Recipe) -> Run:
         drafters = _build_drafters(recipe, backbone, fresh=True)  # whose start values are computed from what the source has
     counts = label_counts(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
     if state is None and counts is not None:
-        choose_vocabularies(drafters, starts, counts)
+        choose_vocabularies(drafters, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
     started += fit_starts([drafters[name] for name in drafters if state is None and name not in starts], splits.train, source, accelerator)
     source = with_cache(recipe, source)
@@ -291,9 +291,7 @@ def _trained_part(backbone: Backbone) -> str:
 def _described(trainer: DrafterTrainer) -> str:
     drafter = trainer.drafter
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    own = sum(parameter.numel() for parameter in drafter.parameters()) - trained
-    adapted = "" if drafter.lora is None else f" of LoRA on {own:,} ({trained / own:.1%})"
     vocabulary = "" if trainer.coverage is None else f"; draft vocabulary: {describe_coverage(trainer.coverage)}"
     kind = trainer.recipe.drafter["kind"]
     name = f"{trainer.name} ({kind})" if trainer.name not in ("", kind) else kind
-    return f"{name}: depth {drafter.depth}, {trained:,} trainable parameters{adapted}{vocabulary}"
+    return f"{name}: depth {drafter.depth}, {trained:,} trainable parameters{vocabulary}"

@@ -1,4 +1,4 @@
-"""Attach, save, load and identify PEFT adapters of a backbone. Besides heads/lora.py this is the only module that uses PEFT.
+"""Attach, save, load and identify PEFT adapters of a backbone. No other module uses PEFT.
 
 PEFT replaces layers of the model in place, so the model's own forward and ``generate`` then use the adapter too.
 """
@@ -27,8 +27,8 @@ from headstart.support.hub import find_folder
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-ADAPTER, DRAFTER_ADAPTER = "adapter", "drafter_adapter"
-"""The folders in a heads checkpoint of the backbone's adapter, and of the drafter's own."""
+ADAPTER = "adapter"
+"""The folder of the backbone's adapter in a heads checkpoint."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SUPPORTED = "supported: adapters that change the layers alike for every token, such as LoRA and DoRA"
 SCALING = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")

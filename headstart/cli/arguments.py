@@ -70,14 +70,6 @@ def _float(text: str) -> float:
 
 BATCH, NODES, WIDTH, DEPTH = count(1, MAX_BATCH), count(1, MAX_NODES), count(1, MAX_WIDTH), count(1, MAX_DEPTH)
 THREADS, SEED = count(1, max_threads()), count(0, MAX_SEED)
-TUNED_NODES = count(2, MAX_NODES)
-RENAMED = {
-    "--also-alone": "--include-heads-only",
-    "--also-fixed-tree": "--include-static-tree",
-    "--draft-offload": "--offload-draft-kv",
-    "--draft-sink": "--num-sink-tokens",
-}
-"""Flags by their old names, which are taken for one more minor version (docs/stable.md)."""
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
@@ -133,9 +125,9 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     about = "limit the heads' KV cache to the last N positions and a few sink tokens (default: unlimited)"
     parser.add_argument("--draft-window", type=count(1), metavar="N", help=about)
     about = "sink tokens kept beside --draft-window (4)"
-    parser.add_argument("--num-sink-tokens", "--draft-sink", dest="draft_sink", type=count(0), metavar="N", help=about)
+    parser.add_argument("--num-sink-tokens", type=count(0), metavar="N", help=about)
     about = "keep the heads' KV cache in host memory between drafts"
-    parser.add_argument("--offload-draft-kv", "--draft-offload", dest="draft_offload", action="store_true", help=about)
+    parser.add_argument("--offload-draft-kv", action="store_true", help=about)
 
 
 class _DebugHead(argparse.Action):

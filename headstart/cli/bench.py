@@ -1,10 +1,10 @@
-"""The commands that measure: ``headstart bench``, ``compare`` and ``tune``; libraries are imported when one runs."""
+"""The commands that measure: ``headstart bench`` and ``compare``; libraries are imported when one runs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,8 @@ from headstart.cli.arguments import (
     HEADS,
     NODES,
     SEED,
-    TUNED_NODES,
     WIDTH,
-    add_limits,
-    add_model,
     add_no_compile,
-    add_proposers,
     add_shared,
     add_style,
     count,
@@ -68,9 +64,9 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
     parser.add_argument("--sampled-nodes", type=NODES, metavar="N", help="--nodes above temperature 0 (default: the same)")
     parser.add_argument("--sampled-width", type=WIDTH, metavar="W", help="--width above temperature 0 (default: the same)")
     about = "measure the heads also in trees of a fixed size (set by --nodes, --width and so on), without proposers"
-    parser.add_argument("--include-static-tree", "--also-fixed-tree", dest="also_fixed_tree", action="store_true", help=about)
+    parser.add_argument("--include-static-tree", action="store_true", help=about)
     about = "measure the heads also without --propose, --draft-model and --early-exit"
-    parser.add_argument("--include-heads-only", "--also-alone", dest="also_alone", action="store_true", help=about)
+    parser.add_argument("--include-heads-only", action="store_true", help=about)
     parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
     parser.add_argument("--assistant", metavar="MODEL", help="measure transformers' assisted decoding with this draft model too")
     add_no_compile(parser)
@@ -90,7 +86,7 @@ def bench(args: argparse.Namespace) -> int:
 
     if args.html is not None:
         require_charts("--html")
-    subject, plan = bench_subject(args), replace(bench_plan(args), replay=args.html is not None)
+    subject, plan = bench_subject(args), bench_plan(args)
     for _, heads in subject.heads if not args.no_compile else ():
         compile_lacking(heads, max(args.batch_size or [1]))
     report = compare(subject.heads, subject.prompts, plan, subject.prompter, subject.others)
@@ -99,7 +95,6 @@ def bench(args: argparse.Namespace) -> int:
         from headstart.inference.bench.page import report_page
 
         write_text(args.html, report_page(report))
-        del report["replays"]  # for the page only
     write_json(args.json, report)
     print_report(report, sys.stdout)
     return 1 if report["verdict"] == FAULT or (report["dropped_prompts"] and not args.skip_long) else 0
@@ -128,7 +123,7 @@ def bench_subject(args: argparse.Namespace) -> Subject:
         assisted = "transformers' assisted decoding (--prompt-lookup, --assistant) takes one sequence at a time"
         raise UserError(f"{assisted}, and --batch-size is {' '.join(map(str, batches))}; add 1 to --batch-size or leave them out")
     trained = args.heads or []
-    if args.also_alone and not (trained and drafts_untrained(args)):
+    if args.include_heads_only and not (trained and drafts_untrained(args)):
         others = "--propose, --draft-model or --early-exit"
         raise UserError(f"--include-heads-only measures heads without what {others} adds; give --heads and one of these, or leave it out")
     if not trained and not drafts_untrained(args):
@@ -157,10 +152,10 @@ def bench_plan(args: argparse.Namespace) -> Plan:
         max_new_tokens=args.max_new_tokens,
         temperatures=tuple(dict.fromkeys(args.temperature or [0.0])),
         seed=args.seed,
-        tree="auto" if args.also_fixed_tree else tree,
-        sampled="auto" if args.also_fixed_tree else sampled,
-        fixed_trees=(fixed[0], fixed[1]) if args.also_fixed_tree else None,
-        also_alone=args.also_alone,
+        tree="auto" if args.include_static_tree else tree,
+        sampled="auto" if args.include_static_tree else sampled,
+        fixed_trees=(fixed[0], fixed[1]) if args.include_static_tree else None,
+        also_alone=args.include_heads_only,
         batches=tuple(dict.fromkeys(args.batch_size or [1])),
         rounds=args.rounds,
     )
@@ -179,14 +174,14 @@ def _assisted(args: argparse.Namespace, backbone: Backbone) -> list[Transformers
 
 COMPARE_EXAMPLE = """examples:
   headstart compare before.json after.json --html compared.html
-  headstart compare out/eagle3 out/medusa --html runs.html"""
+  headstart compare out/eagle3 out/medusa"""
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart compare``."""
     about = "two reports of bench --json (before, after), or the folders of training runs"
     parser.add_argument("what", nargs="+", metavar="REPORT|RUN", help=about)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with plots")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with plots of the reports")
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -195,7 +190,7 @@ def compare(args: argparse.Namespace) -> int:
     from headstart.support.errors import UserError
     from headstart.support.files import as_path, write_text
     from headstart.support.page import require_charts
-    from headstart.training.log.runs import print_runs, read_runs, runs_page
+    from headstart.training.log.runs import print_runs, read_runs
 
     folders = [as_path("report", path).is_dir() for path in args.what]
     if args.html is not None:
@@ -205,66 +200,14 @@ def compare(args: argparse.Namespace) -> int:
     if all(folders):
         if len(set(args.what)) < len(args.what):
             raise UserError("the same folder was given twice; give different runs")
-        logs = read_runs(args.what)
-        print_runs(logs, sys.stdout)
-        page = runs_page(logs) if args.html is not None else ""
+        if args.html is not None:
+            raise UserError("--html shows reports of bench; for the curves of runs, train with log.tensorboard=true or log.wandb")
+        print_runs(read_runs(args.what), sys.stdout)
     elif any(folders) or len(args.what) > 2:
         raise UserError("these cannot be compared with each other; give two reports of bench --json, or folders of training runs")
     else:
         both = read_comparison(*args.what)
         print_comparison(both, sys.stdout)
-        page = comparison_page(both) if args.html is not None else ""
-    if args.html is not None:
-        write_text(args.html, page)
-    return 0
-
-
-TUNE_EXAMPLE = """examples:
-  headstart tune --heads out/eagle3 --prompts prompts.jsonl
-  headstart tune --backbone Qwen/Qwen3-0.6B --batch-size 1 8 --contexts 512 4096"""
-
-
-def add_tune(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart tune``."""
-    parser.add_argument("--heads", metavar="DIR", help="heads to tune for (default: proposers alone)")
-    sets = "prompts to measure acceptance rates on, as for bench (default: measure latency only)"
-    parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help=sets)
-    parser.add_argument("--limit", type=count(1), default=16, metavar="N", help="the first N prompts of each file only (16)")
-    parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="tokens of a plain text that are the prompt (64)")
-    parser.add_argument("--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help="sequences decoded together (1 4)")
-    parser.add_argument("--contexts", type=count(1), action="extend", nargs="+", metavar="T", help="tokens before the tree (256 1024)")
-    parser.add_argument("--max-nodes", type=TUNED_NODES, default=256, metavar="N", help="nodes of the largest tree measured (256)")
-    add_style(parser)
-    add_proposers(parser)
-    add_limits(parser)
-    add_model(parser)
-    parser.add_argument("--max-new-tokens", type=count(2), default=64, metavar="N", help="tokens to generate after each prompt (64)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements as JSON too")
-
-
-def tune(args: argparse.Namespace) -> int:
-    """Measure step latency, calibrate draft scores, and write both to the file that is loaded with the heads."""
-    from headstart.cli.loading import backbone_of, heads_of, model_of, quiet
-    from headstart.inference.bench.tune import TunePlan, contexts_of, summary
-    from headstart.inference.bench.tune import tune as measure_machine
-    from headstart.inference.engine.request import require_room
-    from headstart.inference.engine.tree import TUNED_SIZES
-    from headstart.inference.speculation.tuned import key, write_tuned
-    from headstart.support.chat.prompts import read_prompts
-    from headstart.support.files import write_json
-
-    quiet()
-    name, prompter = model_of(args, args.chat, args.prompt_tokens)
-    prompts = [prompt.ids_T for file in args.prompts or [] for prompt in read_prompts(file, prompter, args.limit)]
-    backbone = backbone_of(name, args)
-    heads = heads_of(args.heads, backbone, prompter.tokenizer, args)
-    for number, prompt_T in enumerate(prompts, 1):
-        require_room(f"prompt {number}", len(prompt_T), args.max_new_tokens, backbone)
-    nodes = tuple(size for size in TUNED_SIZES if size <= args.max_nodes)
-    contexts = contexts_of(args.contexts, args.max_nodes, backbone)
-    plan = TunePlan(tuple(args.batch_size or (1, 4)), contexts, nodes, max_new_tokens=args.max_new_tokens)
-    tuned = measure_machine(heads, prompts, plan, say=lambda line: print(line, file=sys.stderr))
-    file = write_tuned(args.heads, backbone, tuned)
-    write_json(args.json, {"backbone": name, "heads": args.heads, "machine": key(backbone), **vars(tuned)})
-    print(f"{summary(tuned)}\n\nwritten to {file}: heads loaded from there use it on this machine")
+        if args.html is not None:
+            write_text(args.html, comparison_page(both))
     return 0

@@ -114,8 +114,8 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
     """Load the heads at ``path`` with the requested proposers; None: proposers only, or autoregressive decoding."""
     if args.head_module is not None:
         find_drafter(args.head_module)
-    if args.draft_sink is not None and args.draft_window is None:
-        raise UserError(f"--num-sink-tokens {args.draft_sink} needs --draft-window N, without which the KV cache is not limited; add it")
+    if (sink := args.num_sink_tokens) is not None and args.draft_window is None:
+        raise UserError(f"--num-sink-tokens {sink} needs --draft-window N, without which the KV cache is not limited; add it")
     proposers: list[str | Proposer | Drafter] = list(args.propose or [])
     if args.draft_model:
         from headstart.heads.draft_model import load_draft_model  # here, since few need it
@@ -124,8 +124,8 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
         proposers.append(load_draft_model(args.draft_model, backbone, **how))
     how = {"tokenizer": tokenizer, "allow_finetuned": args.allow_finetuned, "capture": args.capture}
     heads = load(path, backbone, proposers=proposers, early_exit=args.early_exit or None, **how)
-    if args.draft_window is not None or args.draft_offload:
-        heads.limit(window=args.draft_window, sink=4 if args.draft_sink is None else args.draft_sink, offload=args.draft_offload)
+    if args.draft_window is not None or args.offload_draft_kv:
+        heads.limit(window=args.draft_window, sink=4 if sink is None else sink, offload=args.offload_draft_kv)
     gc.freeze()  # else a full collection, of every object of the libraries, stops decoding for 0.2 s now and then
     return heads
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from headstart import __version__
-from headstart.cli.arguments import DEBUG, RENAMED, add_debug
+from headstart.cli.arguments import DEBUG, add_debug
 from headstart.cli.failures import Guard
-from headstart.support.errors import did_you_mean, notice, one_line
+from headstart.support.errors import did_you_mean, gone, one_line
 from headstart.support.files import require_writable
 from headstart.support.text import open_streams, require_arguments_text
 
@@ -75,7 +75,6 @@ COMMANDS = (
         "Compile a model's layers and its heads' drafts for this CPU, once",
         "compile_layers",
     ),
-    Command("tune", "bench", "Measure step latency on this machine, so that tree sizes fit it from the first token on"),
     Command("cache", "preparing", "Cache target hidden states for training"),
     Command("serve-features", "preparing", "Print or start the vLLM server that a recipe's hidden states come from", "serve_features"),
     Command("regenerate", "preparing", "Replace the answers of a dataset by the backbone's own"),
@@ -96,9 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Guard(debug=DEBUG in words) as guard:
         require_arguments_text(words)
         args = _parser(words).parse_args(words)
-        for old, new in RENAMED.items():
-            if any(word.partition("=")[0] == old for word in words):
-                notice(f"{old} is called {new} now; the old name goes with the next minor version")
         for option in ("json", "html"):
             require_writable(f"--{option}", getattr(args, option, None))
         guard.status = args.command.run(args)
@@ -114,7 +110,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Report the error in one line, like all user errors."""
-        self.exit(2, f"error: {one_line(message)} (see {self.prog} --help)\n")
+        named = (word.strip("':(),").partition("=")[0] for word in message.split())
+        said = "".join(f"; {one}" for one in dict.fromkeys(map(gone, named)) if one)
+        self.exit(2, f"error: {one_line(message + said)} (see {self.prog} --help)\n")
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

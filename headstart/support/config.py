@@ -21,7 +21,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
 from pydantic import AfterValidator, AllowInfNan, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
-from headstart.support.errors import UserError, nearest
+from headstart.support.errors import UserError, gone, nearest
 from headstart.support.numeric_limits import MAX_DEPTH, MAX_LAYERS, MAX_SEED, MAX_SIZE, MAX_TEMPERATURE, TEMPERATURES, is_temperature
 
 Model = TypeVar("Model", bound="StrictModel")
@@ -158,7 +158,7 @@ def _explain(model: type[BaseModel], values: Mapping[str, Any], where: str, deta
             return f"missing key {key}"
         section = next(option for option in _options(_resolve(model, place[:-1])[0]) if _is_model(option))
         here = [_dotted(where, [*place[:-1], name]) for name in section.model_fields]
-        return f"unknown key {key}; {_instead(str(place[-1]), here, [_dotted(where, [name]) for name in dotted_keys(model)])}"
+        return f"unknown key {key}; {gone(key) or _instead(str(place[-1]), here, [_dotted(where, [name]) for name in dotted_keys(model)])}"
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, RuleError):
         at = _dotted(where, place)

@@ -90,3 +90,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def bf16_instructions() -> bool:
     """True if the CPU multiplies bf16 numbers itself (x86 with AVX-512 BF16 or AMX)."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def machine(device: torch.device) -> str:
+    """Return the name of a GPU, or that of the processor with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name, instructions = processor("model name") or platform.machine(), torch.backends.cpu.get_cpu_capability()
+    return f"{device.type} {name} {instructions} {torch.get_num_threads()} threads"

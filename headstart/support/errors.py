@@ -14,6 +14,17 @@ LONGEST = 1500
 """Characters of a message; the middle of a longer one is left out."""
 SILENCE = 5.0
 """Seconds without a line while something is waited for."""
+GONE = {
+    "lora": "heads are trained whole, from drafter.init",
+    "cache.teacher": "a cache holds the final hidden states, in 8 bits by default; leave it out",
+    "cache.top_k": "a cache holds the final hidden states, in 8 bits by default; leave it out",
+    "tune": "decoding times this machine in its first steps, and heads keep the acceptance of their training",
+    "--also-alone": "say --include-heads-only",
+    "--also-fixed-tree": "say --include-static-tree",
+    "--draft-offload": "say --offload-draft-kv",
+    "--draft-sink": "say --num-sink-tokens",
+}
+"""Keys, commands and flags of earlier versions, and what takes their place."""
 
 
 class UserError(ValueError):
@@ -40,6 +51,11 @@ def cause(error: BaseException, longest: int = 300) -> str:
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
     """Return the name that was probably meant; None if no known one is as similar (`difflib`'s ratio; its 0.6 takes ollama for vllm)."""
     return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), None)
+
+
+def gone(name: str) -> str:
+    """Return what takes the place of a key, command or flag of earlier versions; empty if it never was one."""
+    return next((f"it is gone: {instead}" for one, instead in GONE.items() if f".{name}".endswith(f".{one}")), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

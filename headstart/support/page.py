@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from rich.console import Console, RenderableType
 
 from headstart.support.errors import UserError
-from headstart.support.terminal import WIDTH, Table
+from headstart.support.terminal import Table
 from headstart.support.text import visible
 
 FEW = 12
@@ -81,11 +79,3 @@ def charts(series: Sequence[Series], x_title: str, y_title: str, most: float | N
         figure.savefig(drawn, format="svg", bbox_inches="tight", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = drawn.getvalue()
     return [Markup(text[text.index("<svg") :])]
-
-
-def as_html(part: RenderableType) -> Markup:
-    """What rich would print, as preformatted text with its colours."""
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-    console.print(part)
-    text = re.sub("; text-decoration-color: #[0-9a-f]+", "", console.export_html(code_format="<pre>{code}</pre>", inline_styles=True))
-    return Markup("\n".join(line.rstrip() for line in text.splitlines()))

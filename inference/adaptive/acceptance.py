@@ -1,7 +1,7 @@
 """What a source's drafts are worth: acceptance by score and depth over all texts, and how far the present text is off.
 
-Three estimates, from slow to fast. A `Calibration` maps scores to probabilities by depth; it is kept in the checkpoint and by
-`headstart tune`. A text's `Offset` is added to the log-odds of every draft in it: texts differ more than depths do, so one number, learned
+Three estimates, from slow to fast. A `Calibration` maps scores to probabilities by depth; it is kept in the checkpoint.
+A text's `Offset` is added to the log-odds of every draft in it: texts differ more than depths do, so one number, learned
 from all of a text's drafts, is right after a few steps (a logistic model with a random effect of the text). `Acceptance.levels` are the
 acceptance rates by depth and rank of recent drafts, from which the next draft's are expected before it is made.
 """

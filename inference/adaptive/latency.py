@@ -1,7 +1,7 @@
-"""Latency of a forward pass on this machine by batch size, tree size and context: from `headstart tune`, or timed while decoding.
+"""Latency of a forward pass on this machine by batch size, tree size and context, timed while decoding.
 
-Estimates come from a table of `headstart tune` or from a line fitted to the times so far; both are corrected by the times of real passes.
-Where nothing is known, the first steps are of known sizes: trees, then plain ones. Captured passes are faster than eager ones, so
+Estimates come from a line fitted to the times so far or from those at another context length; both are corrected by the times of real
+passes. Where nothing is known, the first steps are of known sizes: trees, then plain ones. Captured passes are faster than eager ones, so
 their costs are kept separately. All times are in seconds.
 """
 
@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 from headstart.inference.engine.tree import TREE_SIZES, octave
 
@@ -36,8 +35,6 @@ DEFAULT_SECONDS = 1e-3
 """Seconds of an autoregressive step before anything has been timed; only ratios matter then."""
 LEAST_GROWTH = 0.25
 """A part of twice the largest size that was timed takes at least this fraction more."""
-MAX_SECONDS = 1e6
-"""Seconds of a pass in a file are below this."""
 MIN_CONTEXT = 256
 """Contexts up to this many tokens have the same costs."""
 INTERVAL = 100
@@ -71,7 +68,7 @@ class Costs:
     """Times of a decoding step and its parts, at contexts of similar length."""
 
     curves: Curves = field(default_factory=dict)
-    """From `headstart tune`, or estimated from the costs at another length."""
+    """Estimated from the costs at another length."""
     passes: dict[tuple[int, int], RecentTimes] = field(default_factory=dict)
     """Times of forward passes by rows and nodes."""
     parts: dict[tuple[Hashable, int], dict[int, RecentTimes]] = field(default_factory=dict)
@@ -191,9 +188,7 @@ class Costs:
 class CostModel:
     """Costs by context length (attention costs nodes times context), in buckets of doubling size, and by how passes are made."""
 
-    def __init__(self, measured: dict[int, Curves] | None = None) -> None:
-        """``measured``: curves by context length in tokens."""
-        self.measured = {_bucket(context): curves for context, curves in (measured or {}).items()}
+    def __init__(self) -> None:
         self.timed: dict[str, dict[int, Costs]] = {}
         """Costs by how passes are made and by bucket."""
 
@@ -201,29 +196,9 @@ class CostModel:
         """The costs at that context length; initially those of the nearest known length. ``made``: see `Captured.made`."""
         bucket, timed = _bucket(context), self.timed.setdefault(made, {})
         if bucket not in timed:
-            nearest = min({**self.measured, **timed}, key=lambda other: (abs(other - bucket), other), default=None)
-            if nearest is None:
-                timed[bucket] = Costs()
-            else:
-                timed[bucket] = timed[nearest].at_another_length() if nearest in timed else Costs(dict(self.measured[nearest]))
+            nearest = min(timed, key=lambda other: (abs(other - bucket), other), default=None)
+            timed[bucket] = Costs() if nearest is None else timed[nearest].at_another_length()
         return timed[bucket]
-
-    @staticmethod
-    def from_json(measured: dict[str, Any]) -> CostModel:
-        """From ``{context: {rows: [[nodes, seconds], ...]}}``. Raises ValueError or TypeError unless it is that, with times above 0."""
-        return CostModel({int(context): _curves(curves) for context, curves in measured.items()})
-
-
-def _curves(curves: dict[str, Any]) -> Curves:
-    return {int(rows): _curve(rows, curve) for rows, curve in curves.items()}
-
-
-def _curve(rows: str, curve: list[Any]) -> list[tuple[int, float]]:
-    points = [(int(nodes), float(seconds)) for nodes, seconds in curve]
-    sizes = [nodes for nodes, _ in points]
-    if not points or sizes[0] < 1 or sizes != sorted(set(sizes)) or not all(0 < seconds < MAX_SECONDS for _, seconds in points):
-        raise ValueError(f"a curve has nodes in ascending order, each with seconds above 0; got {str(curve)[:60]} for {rows} rows")
-    return points
 
 
 def _bucket(context: int) -> int:

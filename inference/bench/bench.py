@@ -26,7 +26,7 @@ from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.judging import Judging
 from headstart.inference.bench.logits import compare_logits
-from headstart.inference.bench.page import record, samples
+from headstart.inference.bench.page import samples
 from headstart.inference.bench.results import References, Sizes, baseline, busy, memory_bandwidth, result, weight_bytes
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
 from headstart.inference.bench.timing import OtherPrograms
@@ -152,8 +152,6 @@ class Plan:
     """Also measure the trained heads without proposers, in the trees of the others."""
     rounds: int = 1
     """How often every system continues all prompts, in turns with the others."""
-    replay: bool = False
-    """Record some prompts pass by pass for the replay of the HTML report, at the first batch size (`replays` in the report)."""
 
     def settings(self, temperature: float) -> Settings:
         """Decoding settings at one temperature."""
@@ -194,8 +192,6 @@ def compare(
             report["baselines"], report["results"] = [*report["baselines"], *rows.values()], [*report["results"], *ours.values()]
             report["dropped_turns"] += race.dropped_turns
             report["other_programs"] = max(report["other_programs"], race.others.processors)
-            if plan.replay and prompter is not None and batch == plan.batches[0]:
-                report.setdefault("replays", []).extend(record([ar, *drafting], fitting, race.settings, plan.seed, prompter.tokenizer))
             if first is None and prompter is not None:
                 report["samples"] += samples([by_system[system] for system in drafting], fitting, prompter.tokenizer, temperature)
             first = first or by_system[ar]
@@ -237,7 +233,7 @@ def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan)
 def _alone(heads: SpeculativeModel) -> SpeculativeModel:
     """The trained drafter without proposers."""
     alone = SpeculativeModel(heads.backbone, heads.drafter, capture=heads.capture)
-    alone.tuned, alone.measured = heads.tuned, heads.measured
+    alone.measured = heads.measured
     return alone
 
 

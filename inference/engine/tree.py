@@ -27,8 +27,6 @@ TREE_SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Candidate tree sizes (nodes per row, the root included) that decoding chooses from."""
 MIN_PADDED = 4
 """Where each size is captured apart, a tree has one node or a power of two of at least these; the same for positions."""
-TUNED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tree sizes whose forward passes `headstart tune` measures."""
 BEAM_WIDTH, CPU_WIDTH = 8, 4
 """Nodes kept and expanded at each draft level, unless a `TreeShape` sets another width: in general, and for a single row on a CPU."""
 

@@ -31,7 +31,7 @@ from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import BEAM_WIDTH, TreeShape
 from headstart.inference.self_check.known_text import Known, KnownText, RandomTrees
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.speculation.tuned import machine
+from headstart.support.devices import machine
 from headstart.support.errors import UserError
 from headstart.support.files import cache_folder, write_json
 from headstart.support.json_text import read_json

@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
 
-from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, DRAFTER_ADAPTER
+from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.serving.engines import readers
@@ -31,7 +31,7 @@ from headstart.support.json_text import read_json
 
 SAVED = (
     METADATA, "config.json", "generation_config.json", "*.safetensors", "*.pt", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", f"{ADAPTER}/*", f"{DRAFTER_ADAPTER}/*", "custom_generate/*.py",
+    "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", f"{ADAPTER}/*", "custom_generate/*.py",
     "custom_generate/*.txt",
 )  # fmt: skip
 """Files of a checkpoint; what else stands in a run's folder (state, log, reports) is not published."""
@@ -162,8 +162,7 @@ def _checkpoint(path: Path, base_model: str | None) -> Heads:
     if not weights.is_file() or file_hash(weights) != card["weights"]["sha256"]:
         fault = f"is changed or truncated (see the hash in {METADATA})" if weights.is_file() else "is missing"
         raise UserError(f"{weights} {fault}; train or fetch the heads again")
-    for folder, wanted in ((ADAPTER, card["contract"].get("adapter")), (DRAFTER_ADAPTER, card["weights"].get("adapter"))):
-        _require_adapter(path / folder, wanted is not None)
+    _require_adapter(path / ADAPTER, card["contract"].get("adapter") is not None)
     config, method, backbone = read_json(path / "config.json", AGAIN), method_of(card["kind"], card["arguments"]), card["backbone"]
     saved = Checkpoint(str(path), path, card, method, config, load_file(weights), backbone, backbone)
     reading = {engine for one in layouts_of(method) for engine in one.engines if engine not in one.unread(saved)}

@@ -51,11 +51,6 @@ class DrafterSource(DrafterRows):
         """True once draft steps are captured; their times are then kept separately, since they are faster."""
         return bool(self._step.captures_made or self._steps.captures_made or self._round.captures_made)
 
-    @property
-    def calls(self) -> int:
-        """The number of calls in which levels were drafted so far."""
-        return self._step.calls + self._steps.calls + self._round.calls
-
     def depth_of(self, shape: TreeShape | None) -> int:
         """The maximum number of depths to draft: the drafter's, or that of a tree of this shape."""
         if shape is None or shape.depth is None:

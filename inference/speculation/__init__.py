@@ -1,1 +1,1 @@
-"""The choice of sources and tree size for each decoding step, and the results of `headstart tune`."""
+"""The choice of sources and tree size for each decoding step."""

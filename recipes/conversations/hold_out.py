@@ -40,14 +40,14 @@ def main(answers: str, folder: str, held: str) -> int:
         lines = list(file)
     files = part(lines, count)
     if len(files["train"]) < 2 * count or not all(files.values()):
-        few = f"{answers} has {len(lines)} rows; with {count} held out to tune on and {count} to measure on"
+        few = f"{answers} has {len(lines)} rows; with {count} held out to evaluate on and {count} to measure on"
         left = f"too few that ask something else are left to learn from ({len(files['train'])}, at least {2 * count} are needed)"
         print(f"error: {few}, {left}; take more conversations, or hold out fewer (--held-out)", file=sys.stderr)
         return 2
     for name, rows in files.items():
         write_text(out / f"{name}.jsonl", "".join(rows))
     left_out = len(lines) - sum(map(len, files.values()))
-    print(f"held out  {len(files['eval'])} rows to tune on and {len(files['bench'])} to measure on; {len(files['train']):,} to learn from"
+    print(f"held out  {len(files['eval'])} rows to evaluate on, {len(files['bench'])} to measure on; {len(files['train']):,} to learn from"
           + (f"; {left_out} left out, which ask the same as a held-out one" if left_out else ""))  # fmt: skip
     return 0
 

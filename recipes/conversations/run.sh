@@ -8,19 +8,18 @@
 #   OUT                 a folder for all results
 #   section.key=value   of recipes/conversations/eagle3.yaml (docs/recipe.md), for all steps: data.limit=2000 train.epochs=1
 #
-#   --held-out N        rows held out of training to tune on, and as many others to benchmark on (40)
+#   --held-out N        rows held out of training to evaluate on, and as many others to benchmark on (40)
 #   --max-new-tokens N  tokens that the benchmark generates after each prompt (128)
 #   --processes N       processes that train, one per GPU (1)
 #   --no-plan           skip the plan; for questions without answers, which cannot be planned yet
 #   --no-cache          run the model at every training step: slower, but needs no disk space for its hidden states
-#   --until STEP        stop after plan, regenerate, cache, train or tune (bench)
+#   --until STEP        stop after plan, regenerate, cache or train (bench)
 #
 # Steps, and their results in OUT:
 #   plan        memory, disk and time; a sample with its loss mask                  plan.json inspect.json
 #   regenerate  the model's own answers, and the rows held out of them              answers.jsonl data/
 #   cache       target hidden states; their size is printed first                   features/
 #   train       the heads                                                           heads/
-#   tune        step latency and acceptance rates on this machine                   heads/tuned.json
 #   bench       heads (adaptive and fixed tree sizes), autoregressive decoding
 #               and transformers at temperature 0 and 1                             report.json report.html
 #
@@ -50,8 +49,8 @@ while (($#)); do
         --max-new-tokens) number "$1" "$2"; new_tokens=$2 ;;
         --processes) number "$1" "$2"; processes=$2 ;;
         --until)
-          known='plan, regenerate, cache, train, tune or bench'
-          [[ $2 =~ ^(plan|regenerate|cache|train|tune|bench)$ ]] || mistake "--until is $known; got '$2'"
+          known='plan, regenerate, cache, train or bench'
+          [[ $2 =~ ^(plan|regenerate|cache|train|bench)$ ]] || mistake "--until is $known; got '$2'"
           last=$2 ;;
       esac
       shift ;;
@@ -112,7 +111,7 @@ step() {
   if [[ ! -e $output && $name == regenerate ]]; then remember; fi
   "$@"
   local later   # what was done after it was done with something else
-  for later in $(sed -n "s/.* $name //p" <<< " regenerate hold-out cache train tune bench "); do rm -f "$out/done/$later"; done
+  for later in $(sed -n "s/.* $name //p" <<< " regenerate hold-out cache train bench "); do rm -f "$out/done/$later"; done
   remember
 }
 
@@ -173,10 +172,6 @@ leave_after cache
 step train "$out/heads/headstart.json" "$(relevant drafter heads objective. train. eval. save.)" \
   train "$recipe" "${settings[@]}" "${learned[@]}" "${features[@]}"
 leave_after train
-
-step tune "$out/heads/tuned.json" "" \
-  headstart tune --heads "$out/heads" --prompts "$out/data/eval.jsonl" ${shown[@]+"${shown[@]}"}
-leave_after tune
 
 html=()   # without matplotlib (headstart[report]) there is no page
 if [[ $charts == True ]]; then html=(--html "$out/report.html"); fi

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mistake import BENCH, CHAT, GENERATE, HUGE, TUNE, Mistake
+from mistake import BENCH, CHAT, GENERATE, HUGE, Mistake
 
 
 def command_lines() -> Iterator[Mistake]:
@@ -28,14 +28,6 @@ def command_lines() -> Iterator[Mistake]:
                          "--html": ("/proc/x.html", "heads"), "--assistant": ("rows.jsonl", "heads", "a\0b")}.items():  # fmt: skip
         for value in values:
             yield Mistake(f"bench {flag} {value}", [*BENCH, flag, value])
-    for flag, values in {
-        "--max-nodes": (big, "100000", "1"),
-        "--batch-size": ("100000000", big),
-        "--contexts": ("100000000", big, "1"),
-        "--threads": ("100000",),
-    }.items():
-        for value in values:
-            yield Mistake(f"tune {flag} {value}", [*TUNE, flag, value])
     for flag, values in {"--gpus": ("0", "-1", big, "x", "1000000"), "--memory": ("0", "-1", "nan", "inf", "1e308", "x", "1e-300")}.items():
         for value in values:
             yield Mistake(f"plan {flag} {value}", ["plan", "recipe.yaml", "--no-calibration", flag, value])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,52 +78,6 @@ def cards() -> Iterator[Mistake]:
             ["plan", "recipe.yaml", "--no-calibration"],
             prepare=write("backbone/config.json", content),
         )
-
-
-def tuned() -> Iterator[Mistake]:
-    def entry(change: Callable[[dict[str, Any]], object]) -> Prepare:
-        def damage() -> None:
-            from headstart.heads.backbone.backbone import load_backbone
-            from headstart.inference.speculation.tuned import key
-
-            curve = {"256": {"1": [[1, 0.01], [8, 0.02], [16, 0.03]]}}
-            content = {
-                "curves": {"host": 1e-4, "forward": curve, "captured": curve},
-                "calibration": {"greedy": {}, "sampled": {}},
-                "details": {},
-            }
-            if (sample := Path("tuned-sample.json")).exists():
-                content = json.loads(sample.read_text())
-            change(content)
-            machine = key(load_backbone("backbone"))
-            Path("heads/tuned.json").write_text(json.dumps({"format": 3, "entries": {machine: content}}))
-
-        return damage
-
-    def everywhere(value: Any) -> Callable[[dict[str, Any]], object]:
-        def put(node: Any) -> Any:
-            if isinstance(node, dict):
-                return {name: put(child) for name, child in node.items()}
-            if isinstance(node, list):
-                return [put(child) for child in node]
-            return value if isinstance(node, int | float) else node
-
-        return lambda content: content.update(put(dict(content)))
-
-    for name, content in {"deep": DEEP, "a list": "[]", "empty": "", "no UTF-8": b"\xff", "huge": f'{{"format": {HUGE}}}', "entries of a list": '{"format": 3, "entries": [1]}',
-                          "entries of a number": '{"format": 3, "entries": 1}', "format of text": '{"format": "x", "entries": {}}', "null": "null"}.items():  # fmt: skip
-        for command, argv in {"generate": [*GENERATE, "hi"], "inspect": ["inspect", "heads"]}.items():
-            yield Mistake(f"tuned.json, {command}: {name}", argv, prepare=write("heads/tuned.json", content))
-    for name, value in {"zero": 0, "negative": -1, "infinity": 1e999, "not a number": float("nan"), "text": "x", "null": None, "huge": 10**400, "list": [], "true": True,
-                        "tiny": 1e-320}.items():  # fmt: skip
-        yield Mistake(f"tuned.json, every number: {name}", [*GENERATE, "hi"], prepare=entry(everywhere(value)))
-    for name in ("curves", "calibration", "details"):
-        for value in (None, [], {}, 3, "x", {"a": {"b": [1]}}, {"": 0}):
-            yield Mistake(
-                f"tuned.json, {name}: {value!r}", [*GENERATE, "hi"], prepare=entry(lambda content, n=name, v=value: content.update({n: v}))
-            )
-    yield Mistake("tuned.json: a folder", [*GENERATE, "hi"], prepare=lambda: os.mkdir("heads/tuned.json"))
-    yield Mistake("tuned.json: a pipe", [*GENERATE, "hi"], prepare=lambda: os.mkfifo("heads/tuned.json"))
 
 
 def caches() -> Iterator[Mistake]:

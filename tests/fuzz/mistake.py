@@ -17,13 +17,10 @@ DATA_COMMANDS: dict[str, list[str]] = {
     "cache": ["cache", "recipe.yaml", "data.train=bad.jsonl", "cache.dir=features"],
     "regenerate": ["regenerate", "recipe.yaml", "data.train=bad.jsonl", "regenerate.out=new.jsonl", "regenerate.max_new_tokens=4"],
     "bench": ["bench", "--heads", "heads", "--backbone", "backbone", "--prompts", "bad.jsonl", "--max-new-tokens", "4"],
-    "tune": ["tune", "--heads", "heads", "--backbone", "backbone", "--prompts", "bad.jsonl", "--max-new-tokens", "4", "--max-nodes", "2",
-             "--batch-size", "1", "--contexts", "8"],
 }  # fmt: skip
 GENERATE = ["generate", "--heads", "heads", "--backbone", "backbone", "--max-new-tokens", "4"]
 BENCH = ["bench", "--heads", "heads", "--backbone", "backbone", "--prompts", "prompts.jsonl", "--max-new-tokens", "4"]
 CHAT = ["chat", "--heads", "heads", "--backbone", "backbone", "--max-new-tokens", "4"]
-TUNE = ["tune", "--heads", "heads", "--backbone", "backbone", "--max-new-tokens", "4"]
 Prepare = Callable[[], object]
 
 

@@ -19,13 +19,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 from command_mistakes import command_lines  # noqa: E402
 from data_mistakes import data, prompts  # noqa: E402
-from folder_mistakes import caches, cards, tuned  # noqa: E402
+from folder_mistakes import caches, cards  # noqa: E402
 from mistake import Mistake, write  # noqa: E402
 from recipe_mistakes import overrides, places, recipe_files  # noqa: E402
 
 
 def mistakes() -> list[Mistake]:
-    return [*recipe_files(), *overrides(), *places(), *data(), *prompts(), *cards(), *tuned(), *caches(), *command_lines()]
+    return [*recipe_files(), *overrides(), *places(), *data(), *prompts(), *cards(), *caches(), *command_lines()]
 
 
 def run_apart(mistake: Mistake, house: Path, seconds: float) -> str:

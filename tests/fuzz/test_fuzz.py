@@ -134,24 +134,6 @@ def test_cards(house: Path, command: str, data: st.DataObject) -> None:
         hold(folder, argv[command])
 
 
-@given(data=st.data())
-@profile(20)
-def test_tuned(house: Path, data: st.DataObject) -> None:
-    from headstart.heads.backbone.backbone import load_backbone
-    from headstart.inference.speculation.tuned import key
-
-    curve = {"1": [[1, 0.01], [8, 0.02]]}
-    table = {"depth": 0, "hits": [1.0] * 13, "trials": [2.0] * 13}
-    calibration = {mode: {"medusa": [table]} for mode in ("greedy", "sampled")}
-    with inside(house) as folder:
-        machine = key(load_backbone("backbone"))
-        entry = {"curves": {"256": curve}, "calibration": calibration, "details": {}}
-        content = data.draw(documents({"format": 3, "entries": {machine: entry}}))
-        (folder / "heads" / "tuned.json").write_bytes(content)
-        hold(folder, ["generate", "--heads", "heads", *SHORT, "hi", "--temperature", data.draw(st.sampled_from(["0", "1"]))])
-        hold(folder, ["inspect", "heads"])
-
-
 @pytest.fixture(scope="module")
 def cached(house: Path) -> Path:
     """The house with a feature cache."""

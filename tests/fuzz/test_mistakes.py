@@ -13,7 +13,7 @@ SECONDS = 60
 ISSUE = ("recipe: list as key", "recipe: int of text", "recipe: nested mappings", "override: drafter.kind=../../etc", "override: drafter.depth=5000",
          "override: data.train=pipe.jsonl", "save.dir=/proc/x", "override: seed=-1", "data, train: surrogate in content", "data, bench: deep",
          "data, regenerate: images in content", "generate, standard input: closed", "chat, then: no UTF-8", "generate --temperature '1e308'",
-         "generate --threads '100000'", "tuned.json, every number: zero", "card, inspect: nested arguments", "generate --json /proc/x",
+         "generate --threads '100000'", "card, inspect: nested arguments", "generate --json /proc/x",
          "recipe: a long name", "override: train.batch_size=100000000000", "card, inspect: file of null", "saved state: deep", "plan --memory 1e308")  # fmt: skip
 """Of every kind one, and what was mended last."""
 

@@ -48,13 +48,13 @@ def at_anchors(share: float, key: StepKey = KEY) -> Callable[..., Sums]:
 
     def anchored(settings: Objective, backbone: Backbone, drafter: Drafter, features: Features, dense: list[Tensor]) -> Sums:
         anchors = sample_anchors(features, drafter.trained_depth, share, key)
-        return objective(FusedLoss(settings, backbone, drafter), features, drafter(features, anchors.at), anchors)
+        return objective(FusedLoss(settings, drafter), features, drafter(features, anchors.at), anchors)
 
     return anchored
 
 
 def dense(settings: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
-    return objective(FusedLoss(settings, backbone, drafter), features, hidden)
+    return objective(FusedLoss(settings, drafter), features, hidden)
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(1, V, 2)], ids=["whole", "draft"])
@@ -100,7 +100,7 @@ def test_a_step_drafts_from_anchors_alone_wherever_documents_lie(backbone: Backb
     masks = [torch.rand(length, generator=generator) < 0.8 for length in LENGTHS]
     samples = [Sample(torch.randint(1, V, (len(mask),), generator=generator), mask) for mask in masks]
     drafter, drafted = block_head(backbone), []
-    step = TrainStep(backbone, drafter, Objective(depth_weights=weights, chunk_size=7))
+    step = TrainStep(drafter, Objective(depth_weights=weights, chunk_size=7))
     drafter.register_forward_hook(lambda module, args, output: drafted.append((len(args[1].row_M), len(output[0]))))
     alone = [[i] for i in range(len(LENGTHS))]
     results = []
@@ -123,7 +123,7 @@ def test_a_batch_without_anchors_still_reaches_every_parameter(backbone: Backbon
     drafter = block_head(backbone)
     zeros = torch.zeros(1, 6, dtype=torch.int64)
     features = replace(backbone.read(zeros), loss_mask_BT=zeros.bool(), document_BT=zeros)
-    sums = TrainStep(backbone, drafter, Objective())(features, KEY)
+    sums = TrainStep(drafter, Objective())(features, KEY)
     sums.loss.backward()
     assert sums.loss == 0 and not sums.count_K.any()
     assert all(weight.grad is not None and not weight.grad.any() for weight in drafter.parameters())

@@ -11,7 +11,6 @@ from families import DRAFTERS, left_padded, prompts, random_drafter, say, tiny
 from headstart.heads.backbone import quantization
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.speculation.tuned import key
 from headstart.support.errors import UserError
 
 
@@ -44,7 +43,7 @@ def test_it_is_another_model_to_tune_and_the_same_to_heads(folder: Path, quantiz
     whole = load_backbone(str(folder))
     ids_BT = prompts((9,))[0][None]
     assert not torch.equal(whole.read(ids_BT).hidden_BTD, quantized.read(ids_BT).hidden_BTD), "it has been quantized"
-    assert key(whole) != key(quantized) and quantized.precision.startswith("float32 quanto")
+    assert quantized.precision.startswith("float32 quanto")
     assert whole.contract() == quantized.contract()
 
 

@@ -90,7 +90,7 @@ def test_a_chat_template_and_a_tokenizer(refused: Callable[..., str], command: s
 @pytest.mark.parametrize(
     "command",
     [
-        ["generate", "--heads", "heads", "Hi"], ["chat", "--heads", "heads"], ["tune", "--heads", "heads"],
+        ["generate", "--heads", "heads", "Hi"], ["chat", "--heads", "heads"],
         ["bench", "--heads", "heads", "--prompts", "prompts.jsonl"], ["verify", "heads"],
     ],
 )  # fmt: skip
@@ -119,7 +119,7 @@ def test_heads_to_start_from_and_to_regenerate_with(refused: Callable[..., str],
         (["bench", "--propose", "suffix", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
         (["bench", "--propose", "suffix", "--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
         (["bench", "--propose", "suffix", "--prompts", "prompts.jsonl", "--assistant", "./nowhere"], "no backbone at './nowhere'"),
-        (["tune", "--prompts", "broken.jsonl"], "broken.jsonl, line 1: not valid JSON"),
+        (["bench", "--propose", "suffix", "--prompts", "broken.jsonl"], "broken.jsonl, line 1: not valid JSON"),
         (["verify", "other", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
         (["generate", "--draft-model", "./nowhere", "Hi"], "no backbone at './nowhere'"),
         (["generate", "--adapter", "other", "Hi"], "other lacks adapter_config.json"),

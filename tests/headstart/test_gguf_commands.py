@@ -129,12 +129,6 @@ def test_bench(trained: Path, at: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert report["backbone"].endswith("chat.gguf") and all(row["identical"] for row in report["results"])
 
 
-def test_tune(trained: Path, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "tune", "--heads", "heads", "--contexts", "16", "--batch-size", "1", "--max-nodes", "4", "--max-new-tokens", "4")
-    assert any("gguf Q8_0" in key for key in json.loads((at / "heads" / "tuned.json").read_text())["entries"])
-    (at / "heads" / "tuned.json").unlink()
-
-
 def test_plan_reads_the_header(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "plan", "recipe.yaml", "--no-calibration", "--json", "plan.json")
     report = json.loads((at / "plan.json").read_text())

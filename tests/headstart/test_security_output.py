@@ -20,7 +20,6 @@ from headstart.cli.conversation import Painter
 from headstart.heads.checkpoint import METADATA, load_drafter
 from headstart.support.files import atomic
 from headstart.support.text import visible
-from headstart.training.log.runs import runs_page
 from headstart.training.recipe.recipe import load_recipe
 
 __all__ = ["heads", "trained"]  # fixtures
@@ -100,19 +99,6 @@ class TestOutput:
         assert terminal or screen.getvalue() == f"{shown}\n{shown}\n"
         assert not terminal or not set("\x1b\x07\x9b\r\x08\u202e") & set(screen.getvalue())
         assert painter.text == self.NASTY, "what the model reads in the next turn is its own text"
-
-    def test_the_report_escapes_text(self) -> None:
-        nasty = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
-        recipe = {"backbone": {"path": nasty}, "heads": {nasty: {"kind": nasty}}, "save": {"dir": nasty}}
-        lines = [
-            {"step": 0, "recipe": recipe, "steps": 1},
-            {"step": 1, "head": nasty, "loss": 1.0, "accuracy": [0.5], "alpha": [0.5], "grad_norm": 1.0, "lr": 1.0, "tokens": 3,
-             "tokens_per_second": 1.0},
-            {"step": 1, "head": nasty, "tau": 1.5, "acceptance_per_depth": [0.5]},
-        ]  # fmt: skip
-        html = runs_page({nasty: lines})
-        assert "&lt;script&gt;alert(1)" in html
-        assert "<script>alert" not in html and "<img src" not in html
 
 
 class TestTemporaryFiles:

@@ -109,9 +109,6 @@ def shorter(line: str, home: Path) -> list[str]:
         return [*kept[:at], f"backbone.path={home / 'backbone'}", *data, *save, *SHORT, *kept[at:]]
     if words[0] in ("generate", "chat", "bench"):
         words += ["--max-new-tokens", "6"]
-    if words[0] == "tune":
-        words = words[: words.index("--contexts")] if "--contexts" in words else words
-        words += ["--max-nodes", "4", "--contexts", "32", "--max-new-tokens", "6"]
     return words
 
 

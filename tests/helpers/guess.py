@@ -111,7 +111,7 @@ def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Fea
 
 def chunked(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
     """The chunked objective, with the signature of `naive`."""
-    return objective(FusedLoss(wanted, backbone, drafter), features, hidden)
+    return objective(FusedLoss(wanted, drafter), features, hidden)
 
 
 def run(way: Callable[..., Sums], wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features) -> list[Tensor]:

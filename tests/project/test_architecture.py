@@ -24,7 +24,7 @@ PLUGIN = "plugins/headstart-cpu/headstart_cpu"
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40
 MOST_PARAMETERS = 6
-FRONT_DOOR = {"inference/generate.py": {"generate", "load"}, "inference/serving/assisted.py": {"generate"}}
+FRONT_DOOR = {"inference/generate.py": {"generate", "load"}}
 """Functions whose signatures follow transformers' ``generate`` and ``from_pretrained``."""
 DEFERRED = {
     ("headstart.heads.base", "headstart.heads.checkpoint"),  # Drafter.save_pretrained
@@ -40,7 +40,6 @@ PUBLIC = {
     "__version__",
     "show",
     "stateless",
-    "assisted",
     "custom_generate",
     "grammar",
     "load",

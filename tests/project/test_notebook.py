@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import headstart
 from headstart.heads.methods import build_drafter
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
-from headstart.support.page import as_html
+from headstart.support.terminal import show
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "quickstart.ipynb"
 SHORTER = {"steps=60": "steps=3", "limit=300": "limit=12", "prompts=2": "prompts=1", ": 80": ": 12", ": 40": ": 8"}
@@ -32,6 +33,11 @@ def run(source: str, scope: dict[str, Any]) -> Any:
     return eval(compile(ast.Expression(last.value), "cell", "eval"), scope) if isinstance(last, ast.Expr) else None
 
 
+def drawn(tree: Any) -> str:
+    show([tree], out := io.StringIO())
+    return out.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +53,7 @@ def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     out = capsys.readouterr().out
     assert "greedy, the same: True" in out and "sampled, the same: True" in out
     text, tree, sampled = shown
-    assert text._repr_html_().count("<span") == 2 + scope["out"].passes and "→" in as_html(tree) and str(sampled)
+    assert text._repr_html_().count("<span") == 2 + scope["out"].passes and "→" in drawn(tree) and str(sampled)
 
 
 def test_its_outputs_are_stored() -> None:
@@ -70,8 +76,8 @@ def test_show_puts_each_pass_in_brackets() -> None:
         assert shown.prompt.endswith(prompt) and len(shown.passes) == len(shown.trees) + 1
         assert "".join(token for tokens in shown.passes for token in tokens) == tokenizer.decode(out.sequences[row, -9:])
         assert str(shown).count("[") >= len(shown.passes) and "pass 1:" in shown._repr_html_()
-        drawn = str(as_html(shown.tree(1)))
-        assert drawn.count("\n") == len(shown.trees[0].tokens) + 1 and drawn.count("✓") == len(shown.passes[1]) - 1 and "→" in drawn
+        lines = drawn(shown.tree(1))
+        assert lines.count("\n") == len(shown.trees[0].tokens) + 1 and lines.count("✓") == len(shown.passes[1]) - 1 and "→" in lines
         with pytest.raises(UserError, match="there is no pass 99"):
             shown.tree(99)
     with pytest.raises(UserError, match="there is no row 2; the output has 2"):

@@ -84,7 +84,7 @@ def test_training_lengthens_acceptance(backbone: Backbone) -> None:
     torch.manual_seed(0)
     drafter = build_drafter("eagle3", backbone, {"depth": 3})
     optimizer = build_optimizer(drafter, Train(steps=40, optimizer="muon", lr=1e-2))
-    step = TrainStep(backbone, drafter, Objective(chunk_size=4096))
+    step = TrainStep(drafter, Objective(chunk_size=4096))
     frozen = {name: parameter.clone() for name, parameter in backbone.model.named_parameters()}
     first = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
 

@@ -88,12 +88,6 @@ def test_bench(at: Folder, heads: str, dtype: str) -> None:
     assert len(results) == 2 and (ON_A_GPU and dtype == "bf16" or all(row["identical"] for row in results))
 
 
-def test_tune(at: Folder, heads: str) -> None:
-    words = ["--contexts", "128", "--batch-size", "1", "--max-nodes", "8"]
-    at.run("tune", "--heads", heads, *words, "--prompts", "prompts.jsonl", "--limit", "2", "--max-new-tokens", "16")
-    at.run("generate", "--heads", heads, "--chat", "--max-new-tokens", "8", QUESTION)
-
-
 def test_export_verify_and_import(at: Folder, heads: str) -> None:
     assert "few engines load" in at.run("export", "--heads", heads, "--to", "vllm", "--out", "served").stdout
     at.run("verify", "served", "--max-new-tokens", "8", "--prompt-tokens", "16")

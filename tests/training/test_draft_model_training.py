@@ -150,7 +150,7 @@ def test_rollouts_carry_gradients(family: str) -> None:
     features = LiveWithCache(on, ()).read(collate(rows, [[0, 1], [2]]))
     anchors = sample_anchors(features, 4, 0.5, StepKey(1, 1), first_depth=1)
     assert len(anchors) > 4
-    tokens_MN, hidden = rollout(FusedLoss(Objective(on_policy=1.0), on, drafter), features, anchors)
+    tokens_MN, hidden = rollout(FusedLoss(Objective(on_policy=1.0), drafter), features, anchors)
     plain = []
     places = zip(anchors.at.row_M.tolist(), anchors.at.position_M.tolist(), anchors.first_M.tolist(), strict=True)
     for m, (row, t, first) in enumerate(places):

@@ -33,7 +33,7 @@ def test_logits_are_never_held_whole(backbone: Backbone) -> None:
     features = batch(backbone)
     seen: list[int] = []
     hook = backbone.unembed.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    sums = objective(FusedLoss(Objective(chunk_size=4), backbone, drafter), features, drafter(features))
+    sums = objective(FusedLoss(Objective(chunk_size=4), drafter), features, drafter(features))
     assert drafter.largest == max(seen) == 4 and sum(seen) == learned(features)
     sums.loss.backward()
     assert sum(seen) == learned(features)
@@ -60,16 +60,16 @@ def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone
     for chunk in (4, 1000):
         wanted, hidden = Objective(terms=terms, depth_weights="expected", chunk_size=chunk), drafter(features)
         with Largest() as largest:
-            objective(FusedLoss(wanted, backbone, drafter), features, hidden).loss.backward()
+            objective(FusedLoss(wanted, drafter), features, hidden).loss.backward()
         sizes.append(largest.numbers)
     assert sizes == [backbone.unembed.weight.numel(), learned(features) * V] and sizes[0] < sizes[1]  # the largest weight
 
 
 def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
     drafter, features = TinyDrafter(backbone, 3, None).double(), batch(backbone)
-    sums = objective(FusedLoss(Objective(), backbone, drafter), features, drafter(features))
+    sums = objective(FusedLoss(Objective(), drafter), features, drafter(features))
     with torch.no_grad():
-        for a, b in zip(sums, objective(FusedLoss(Objective(), backbone, drafter), features, drafter(features)), strict=True):
+        for a, b in zip(sums, objective(FusedLoss(Objective(), drafter), features, drafter(features)), strict=True):
             assert not b.requires_grad and torch.equal(a, b)
 
 
@@ -81,7 +81,7 @@ def test_a_frozen_readout_gets_no_gradient_and_a_frozen_body_lets_the_readout_le
         drafter.requires_grad_(True)
         frozen.requires_grad_(False)
         drafter.zero_grad()
-        objective(FusedLoss(Objective(), backbone, drafter), features, drafter(features)).loss.backward()
+        objective(FusedLoss(Objective(), drafter), features, drafter(features)).loss.backward()
         for name, parameter in drafter.named_parameters():
             assert (parameter.grad is not None) == parameter.requires_grad
             if parameter.grad is not None:

@@ -130,7 +130,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("heads")
     extra = {"steps": 1200, "tokens": 34_000, "tau": 2.5, "command": "train_heads.py x", "versions": {"torch": "2"}, "chat_template": "abc"}
     build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(folder, extra)
-    (folder / "tuned.json").write_text(json.dumps({"format": 3, "entries": {"cpu x | float32 | y": {}}}))
     (folder / "state" / "step-00001200").mkdir(parents=True)
     return folder
 
@@ -144,9 +143,9 @@ def test_a_checkpoint(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {one["dtype"] for one in report["tensors"]} == {"F32"}
     assert report["parameters"] == sum(weight.numel() for weight in drafter.parameters())
     assert report["contract"]["vocab_size"] == VOCAB and report["contract"]["taps"] == [] and "weights" not in report["contract"]
-    assert report["resumable_steps"] == [1200] and report["tuned_for"] == ["cpu x | float32 | y"]
+    assert report["resumable_steps"] == [1200]
     steps = "1,200 steps, 34,000 tokens, mean acceptance length (tau) 2.500"
-    for expected in (steps, "0.1.linear", f"{VOCAB} x 32", "tuned     cpu x", "train_heads.py x", "abc"):
+    for expected in (steps, "0.1.linear", f"{VOCAB} x 32", "train_heads.py x", "abc"):
         assert expected in out or expected == "0.1.linear", expected
 
 

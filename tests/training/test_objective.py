@@ -103,7 +103,7 @@ class Module(nn.Module):
 
     def forward(self) -> Tensor:
         wanted, backbone, features = self.rest
-        return objective(FusedLoss(wanted, backbone, self.drafter), features, self.drafter(features)).loss
+        return objective(FusedLoss(wanted, self.drafter), features, self.drafter(features)).loss
 
 
 def test_a_batch_without_label_tokens_still_reaches_every_parameter(backbone: Backbone) -> None:
@@ -113,7 +113,7 @@ def test_a_batch_without_label_tokens_still_reaches_every_parameter(backbone: Ba
         drafter.zero_grad()
         zeros = torch.zeros(1, length, dtype=torch.int64)
         features = replace(backbone.read(zeros), loss_mask_BT=zeros.bool(), document_BT=zeros)
-        sums = objective(FusedLoss(Objective(terms={"kl": 1.0, "ce": 1.0}), backbone, drafter), features, drafter(features))
+        sums = objective(FusedLoss(Objective(terms={"kl": 1.0, "ce": 1.0}), drafter), features, drafter(features))
         sums.loss.backward()
         assert sums.loss == 0 and not sums.count_K.any()
         assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
@@ -131,7 +131,7 @@ def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: d
         backbone.read(features.tokens_BT, taps=drafter.taps), loss_mask_BT=features.loss_mask_BT, document_BT=features.document_BT
     )
     wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, chunk_size=6)
-    fast = objective(FusedLoss(wanted, backbone, drafter), features, drafter(features))
+    fast = objective(FusedLoss(wanted, drafter), features, drafter(features))
     slow = naive(wanted, backbone, drafter, features, drafter(features))
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-10, atol=1e-10)
@@ -149,7 +149,7 @@ def test_a_perfect_draft_has_no_divergence_left(backbone: Backbone) -> None:
 
     features = batch(backbone)
     drafter = Oracle(backbone, 3, None)
-    sums = objective(FusedLoss(Objective(), backbone, drafter), features, drafter(features))
+    sums = objective(FusedLoss(Objective(), drafter), features, drafter(features))
     torch.testing.assert_close(sums.loss, torch.zeros_like(sums.loss), atol=1e-9, rtol=0)
     assert torch.equal(sums.correct_K, sums.count_K)
     torch.testing.assert_close(sums.alpha_K, sums.count_K.double())
@@ -159,5 +159,5 @@ def test_the_dtype_of_the_softmax_is_at_least_fp32(backbone: Backbone) -> None:
     drafter = TinyDrafter(backbone, 1, None).bfloat16()
     features = batch(backbone)
     hidden = [h.bfloat16() for h in TinyDrafter(backbone, 1, None).double()(features)]
-    assert objective(FusedLoss(Objective(), backbone, drafter), features, hidden).alpha_K.dtype == torch.float64  # the teacher's
+    assert objective(FusedLoss(Objective(), drafter), features, hidden).alpha_K.dtype == torch.float64  # the teacher's
     assert F.log_softmax(torch.zeros(2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16  # without an explicit dtype

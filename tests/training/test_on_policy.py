@@ -78,7 +78,7 @@ def test_long_sequences_are_prefilled_in_pieces() -> None:
     features = LiveWithCache(on, drafter.taps).read(collate(samples(lengths), [[0], [1], [2], [3]]))
     for step in range(6):
         anchors = sample_anchors(features, 2, 0.03, StepKey(0, step), first_depth=1)
-        hidden = rollout(FusedLoss(Objective(on_policy=1.0), on, drafter), features, anchors)[1][0]
+        hidden = rollout(FusedLoss(Objective(on_policy=1.0), drafter), features, anchors)[1][0]
         for m, row, t, first in each_draft(anchors):
             text = Features(features.tokens_BT, features.hidden_BTD, features.taps).rows(torch.tensor([row]))
             state = drafter.begin(map_tensors(lambda x, part=slice(first, t + 1): x[:, part], text))
@@ -97,7 +97,7 @@ def test_training_states_are_decoding_states(family: str, rows: list[list[int]],
     drafter = random_drafter(kind, on, **arguments).requires_grad_(True)
     features, wanted = with_kv(on, drafter, rows), Objective(on_policy=1.0, on_policy_temperature=0.0)
     anchors = sample_anchors(features, drafter.trained_depth, 0.6, KEY, first_depth=1)
-    guesses_MN, hidden = rollout(FusedLoss(wanted, on, drafter), features, anchors)
+    guesses_MN, hidden = rollout(FusedLoss(wanted, drafter), features, anchors)
     assert all(one.requires_grad for one in hidden)
     with torch.no_grad():
         for m, row, t, first in each_draft(anchors):
@@ -123,7 +123,7 @@ def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesW
     """Slow reference: each draft alone, whole distributions, autograd."""
     anchors = sample_anchors(features, drafter.trained_depth, wanted.on_policy_share, KEY, first_depth=1)
     loss = torch.zeros((), dtype=torch.float64)
-    guesses_MN, _ = rollout(FusedLoss(wanted, on, drafter), features, anchors)
+    guesses_MN, _ = rollout(FusedLoss(wanted, drafter), features, anchors)
     ids = torch.arange(on.vocab) if drafter.vocabulary is None else drafter.vocabulary
     for m, row, t, first in each_draft(anchors):
         text = features.tokens_BT[row, first : t + 2]
@@ -151,7 +151,7 @@ def test_loss_and_gradients_are_those_by_the_book(terms: dict[str, float], vocab
     features = with_kv(on, drafter, ROWS, vocab=on.vocab)
     wanted = Objective(terms=terms, on_policy=0.7, on_policy_share=0.4, depth_decay=0.6, chunk_size=7)
     pairs = []
-    for way in (lambda: on_policy_loss(FusedLoss(wanted, on, drafter), features, KEY), lambda: naive(wanted, on, drafter, features)):
+    for way in (lambda: on_policy_loss(FusedLoss(wanted, drafter), features, KEY), lambda: naive(wanted, drafter, features)):
         drafter.zero_grad()
         (loss := way()).backward()
         pairs.append((loss.detach(), {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}))
@@ -168,7 +168,7 @@ def test_the_sum_does_not_depend_on_how_documents_lie(temperature: float) -> Non
     on, drafter = drafting()
     wanted = Objective(on_policy=1.0, on_policy_share=0.4, on_policy_temperature=temperature)
     layouts = [[ROWS], [ALONE], [[row] for row in ROWS], [[row] for row in reversed(ALONE)]]
-    loss = FusedLoss(wanted, on, drafter)
+    loss = FusedLoss(wanted, drafter)
     losses = [sum(on_policy_loss(loss, with_kv(on, drafter, rows, on.vocab), KEY).item() for rows in cut) for cut in layouts]
     assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-9) and losses[0] > 0
 
@@ -195,7 +195,7 @@ def test_the_expected_loss_does_not_depend_on_the_share() -> None:
     on, drafter = drafting()
     features = with_kv(on, drafter, ROWS, on.vocab)
     with torch.no_grad():
-        loss = {share: FusedLoss(Objective(on_policy=1.0, on_policy_share=share), on, drafter) for share in (1.0, 0.3)}
+        loss = {share: FusedLoss(Objective(on_policy=1.0, on_policy_share=share), drafter) for share in (1.0, 0.3)}
         all_of_them = [on_policy_loss(loss[1.0], features, StepKey(0, step)) for step in range(8)]
         some = [on_policy_loss(loss[0.3], features, StepKey(1, step)) for step in range(60)]
     assert torch.stack(some).mean() == pytest.approx(torch.stack(all_of_them).mean().item(), rel=0.1)
@@ -208,7 +208,7 @@ def test_tokens_are_drawn_from_the_drafters_own_distribution() -> None:
     for step in range(100):
         anchors = sample_anchors(features, 3, 1.0, StepKey(0, step), first_depth=1)
         with torch.no_grad():
-            guesses_MN, hidden = rollout(FusedLoss(Objective(on_policy=1.0, on_policy_temperature=2.0), on, drafter), features, anchors)
+            guesses_MN, hidden = rollout(FusedLoss(Objective(on_policy=1.0, on_policy_temperature=2.0), drafter), features, anchors)
         counts += torch.bincount(guesses_MN[:, 0], minlength=on.vocab)
         q_V = (drafter.readout(hidden[0], 0) / 2).softmax(-1).mean(0)  # the same at every step
     assert q_V is not None and (counts / counts.sum() - q_V).abs().sum() < 0.1 and (counts > 0).sum() > 20
@@ -219,4 +219,4 @@ def test_no_label_tokens_no_loss() -> None:
     features = with_kv(on, drafter, ROWS, on.vocab)
     assert features.loss_mask_BT is not None
     silent = replace(features, loss_mask_BT=torch.zeros_like(features.loss_mask_BT))
-    assert on_policy_loss(FusedLoss(Objective(on_policy=1.0), on, drafter), silent, KEY) == 0
+    assert on_policy_loss(FusedLoss(Objective(on_policy=1.0), drafter), silent, KEY) == 0

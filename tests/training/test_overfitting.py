@@ -72,7 +72,7 @@ def overfit(drafter: Drafter, of: Conversation, train: Train = TRAIN) -> None:
     """Train with the objective and the optimizer of a recipe; the features, of a frozen backbone, are read once."""
     assert train.steps is not None
     drafter.train()
-    step, optimizer = TrainStep(of.backbone, drafter, OBJECTIVE), build_optimizer(drafter, train)
+    step, optimizer = TrainStep(drafter, OBJECTIVE), build_optimizer(drafter, train)
     features = LiveFeatures(of.backbone, drafter.taps).read(of.batch)
     for number in range(1, train.steps + 1):
         for group in optimizer.param_groups:

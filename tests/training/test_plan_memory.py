@@ -57,7 +57,7 @@ def real_step(recipe: Recipe, size: MicroBatch) -> dict[str, int]:
         document_BT[:, -1] = 1
         members = ((0, 1),) * size.rows
     batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), document_BT, members)
-    source, step = LiveFeatures(backbone, drafter.taps), TrainStep(backbone, drafter, recipe.objective)
+    source, step = LiveFeatures(backbone, drafter.taps), TrainStep(drafter, recipe.objective)
     bf16 = recipe.train.precision == "bf16"
 
     def learn() -> None:

@@ -24,7 +24,7 @@ from headstart.training.data.first_rows import checked_tokenizer
 from headstart.training.data.kept import Splits
 from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.features.backbone import open_to_cache
-from headstart.training.features.cached import computed, require_taps_only
+from headstart.training.features.cached import computed
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.kept import FOLDER, KeptFeatures
 from headstart.training.features.manifest import (
@@ -51,8 +51,6 @@ class PlannedCache:
     form: CacheFormat
     splits: Splits
     backbone: Backbone
-    positions: int
-    """Positions of texts that start values of heads are fitted to."""
 
 
 def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
         return report
     start = time.perf_counter()
     with closing(_source(recipe, planned)) as source:
-        written = write_missing(planned.manifest, planned.form, planned.splits, source, positions=planned.positions)
+        written = write_missing(planned.manifest, planned.form, planned.splits, source)
         missing = len(planned.manifest.missing())
         if isinstance(source, KeptFeatures) and not missing:
             source.discard()
@@ -99,7 +97,6 @@ def _plan(recipe: Recipe) -> PlannedCache:
     backbone = open_to_cache(recipe, _device())
     drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
     form = format_of(cache, backbone, taps_of(drafters))
-    require_taps_only(recipe, drafters, form)
     if prints_date(recipe, tokenizer):
         recipe = begun_at(recipe, [cached_time(folder)], now())
     ends = end_tokens(backbone.model.generation_config)
@@ -110,8 +107,7 @@ def _plan(recipe: Recipe) -> PlannedCache:
     if manifest is None:
         manifest = Manifest(folder, contents, plan_shards(splits.train, form, cache.shard_mb))
     manifest.require(contents)
-    positions = max(drafter.start_positions for drafter in drafters)
-    return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone, positions)
+    return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone)
 
 
 def open_kept(recipe: Recipe) -> KeptFeatures:
@@ -133,11 +129,10 @@ def _print_sizes(planned: PlannedCache) -> dict[str, Any]:
     manifest, form, samples, tokens = planned.manifest, planned.form, planned.splits.train, planned.splits.stats.tokens
     total, missing = sum(record_size(sample, form) for sample in samples), bytes_missing(manifest, form, samples)
     free, shards = free_bytes(manifest.folder), len(manifest.shards)
-    teacher = f"the {form.top_k} most likely tokens" if form.top_k else "the final hidden state"
     taps = f"taps {', '.join(map(str, form.taps))} and " if form.taps else ""
     print(
         f"data      {planned.splits}\n"
-        f"cache     {manifest.folder}: {taps}{teacher}, {form.dtype}\n"
+        f"cache     {manifest.folder}: {taps}the final hidden state, {form.dtype}\n"
         f"size      {gigabytes(total)}, {total / tokens:,.0f} bytes per token, in {shards} shards; "
         f"{gigabytes(missing)} in {len(manifest.missing())} shards still to write, {gigabytes(free)} free",
         file=sys.stderr,

@@ -41,7 +41,7 @@ class KeptFeatures(ServedFeatures):
         super().__init__(recipe.features, backbone, taps)
         assert recipe.cache.dir is not None
         self.folder, self.longest = Path(recipe.cache.dir) / FOLDER, recipe.data.max_length
-        self.stored = CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.vocab, backbone.dtype, recipe.cache.dtype)
+        self.stored = CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.dtype, recipe.cache.dtype)
         self.sampled = max(recipe.regenerate.temperatures) <= 1
         self.kept, self.rare = 0, list[Tensor]()
 
@@ -69,7 +69,7 @@ class KeptFeatures(ServedFeatures):
         tokens_1T = torch.tensor([tokens])
         taps = {layer: record[f"tap.{layer}"][None] for layer in self.stored.taps}
         features = Features(tokens_1T, record["hidden"][None], taps, torch.zeros_like(tokens_1T, dtype=torch.bool))
-        encoded = self.stored.encode(features, self.backbone.readout)
+        encoded = self.stored.encode(features)
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in {_name(tokens), _name(tokens[: self.longest])}:  # as a whole sample, and as one that is cut off
             save_tensors(encoded, self.folder / name, {})
@@ -91,7 +91,7 @@ class KeptFeatures(ServedFeatures):
         sample_P = torch.zeros(int(encoded["tokens"]), dtype=torch.int64)
         states = {name: self.stored.dequantize(encoded, name, sample_P) for name in self.stored.states}
         cut = {name: _of_length(states_TD, length).to(self.backbone.device) for name, states_TD in states.items()}
-        return cut | {"tokens": torch.tensor([length]), "labels": torch.tensor([0])}
+        return cut | {"tokens": torch.tensor([length])}
 
     def discard(self) -> None:
         """Delete what was kept: the cache has it."""

@@ -34,7 +34,7 @@ from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.codec import CacheFormat, Record
 from headstart.training.recipe.recipe import Cache, Data, to_dict
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 SAMPLE_KEYS = (
     "train", "split", "subset", "limit", "eval", "eval_split", "eval_rows", "format", "column", "columns", "max_length", "packing",
@@ -55,7 +55,6 @@ def contents_of(samples: list[Sample], form: CacheFormat, backbone: Backbone, to
             "backbone.dtype": dtype_name(backbone.dtype),
             "backbone.adapter": backbone.adapter_digest,
             "cache.dtype": form.dtype,
-            "cache.teacher": f"topk {form.top_k}" if form.top_k else "hidden",
             "taps": list(form.taps),
         },
         "samples": {"count": len(samples), "tokens": sum(len(sample.tokens) for sample in samples), "hash": samples_hash(samples)},
@@ -157,7 +156,7 @@ def plan_shards(samples: Sequence[Sample], form: CacheFormat, shard_mb: int) -> 
 
 def record_size(sample: Sample, form: CacheFormat) -> int:
     """Return the bytes of a sample's features."""
-    return form.size(len(sample.tokens), int(sample.loss_mask[1:].sum()))
+    return form.size(len(sample.tokens))
 
 
 class ShardReader:
@@ -169,8 +168,8 @@ class ShardReader:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.ends = [end for _, end in manifest.shards]
-        self.files: dict[int, tuple[Any, list[int], list[int]]] = {}
-        """Shard number -> open file and the start of each sample's positions and label positions; least recently used first."""
+        self.files: dict[int, tuple[Any, list[int]]] = {}
+        """Shard number -> open file and the start of each sample's positions; least recently used first."""
         if missing := manifest.missing():
             names = f"{manifest.shard(missing[0]).name}{', ...' if len(missing) > 1 else ''}"
             raise UserError(
@@ -183,31 +182,27 @@ class ShardReader:
     def sample(self, index: int) -> Record:
         """Return the record of one sample, on the CPU."""
         number = bisect.bisect_right(self.ends, index)
-        file, tokens, labels = self._open(number)
+        file, starts = self._open(number)
         i = index - self.manifest.shards[number][0]
         return {
-            name: file.get_slice(name)[slice(*_range(name, i, tokens, labels))]
+            name: file.get_slice(name)[slice(*_range(name, i, starts))]
             for name in file.keys()  # noqa: SIM118  (not a mapping)
         }
 
-    def _open(self, number: int) -> tuple[Any, list[int], list[int]]:
+    def _open(self, number: int) -> tuple[Any, list[int]]:
         if number in self.files:
             self.files[number] = self.files.pop(number)
         else:
             file = open_shard(self.manifest, number)
-            starts = [[0, *file.get_tensor(name).cumsum(0).tolist()] for name in ("tokens", "labels")]
-            self.files[number] = (file, *starts)
+            self.files[number] = (file, [0, *file.get_tensor("tokens").cumsum(0).tolist()])
             if len(self.files) > self.MAX_OPEN:
                 del self.files[next(iter(self.files))]
         return self.files[number]
 
 
-def _range(name: str, i: int, tokens: list[int], labels: list[int]) -> tuple[int, int]:
-    """Return the range of a tensor's entries that belong to sample ``i``: one per sample, per label position or per position."""
-    if name in ("tokens", "labels") or name.endswith(".channel"):
-        return i, i + 1
-    starts = labels if name.startswith("top.") else tokens
-    return starts[i], starts[i + 1]
+def _range(name: str, i: int, starts: list[int]) -> tuple[int, int]:
+    """Return the range of a tensor's entries that belong to sample ``i``: one per sample, or one per position."""
+    return (i, i + 1) if name == "tokens" or name.endswith(".channel") else (starts[i], starts[i + 1])
 
 
 def open_shard(manifest: Manifest, number: int) -> Any:
@@ -237,8 +232,7 @@ def save_tensors(tensors: Record, path: Path, header: dict[str, str]) -> None:
 
 def format_of(cache: Cache, backbone: Backbone, taps: tuple[int, ...]) -> CacheFormat:
     """Return the cache format of a recipe, for drafters that use ``taps``."""
-    top_k = min(cache.top_k, backbone.vocab) if cache.teacher == "topk" else None
-    return CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.vocab, backbone.dtype, cache.dtype, top_k)
+    return CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.dtype, cache.dtype)
 
 
 def format_on_disk(form: CacheFormat, manifest: Manifest) -> CacheFormat:

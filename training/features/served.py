@@ -36,11 +36,11 @@ class ServedFeatures(FeatureSource):
 
     def __init__(self, settings: Settings, backbone: HeadOnlyBackbone, taps: tuple[int, ...]) -> None:
         """Raises UserError for settings that cannot be. No request is sent."""
-        self.settings, self.backbone, self.teacher, self.taps, self.ahead = settings, backbone, backbone, taps, settings.prefetch
+        self.settings, self.backbone, self.taps, self.ahead = settings, backbone, taps, settings.prefetch
         self.norm = backbone.norm
         self.layers = extracted(taps, backbone.num_layers)
         self.servers = Servers(settings, self.layers, served_name(backbone.name, self.layers))
-        self.form = CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.vocab, backbone.dtype, "exact")
+        self.form = CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.dtype, "exact")
         self.pool = ThreadPoolExecutor(settings.concurrency, "features")
         self.waiting: dict[bytes, Future[tuple[Answer, bool]]] = {}
         """Hidden states asked for and not used yet, by the bytes of their tokens."""
@@ -56,7 +56,7 @@ class ServedFeatures(FeatureSource):
         members = tuple(tuple(range(len(row))) for row in documents_of(batch))
         if not records:  # padding alone
             return self._empty(batch)
-        needed = [{name: record[name] for name in (*self.form.states, "tokens", "labels")} for record in records]
+        needed = [{name: record[name] for name in (*self.form.states, "tokens")} for record in records]
         return self.form.decode(concatenate(needed), Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, members), self.taps)
 
     def _empty(self, batch: Batch) -> Features:
@@ -105,8 +105,7 @@ class ServedFeatures(FeatureSource):
         """Return a sample's states by name, the final one normed as the backbone does it, on its device."""
         hidden_LTD = hidden_TLD.to(self.backbone.device, self.backbone.dtype).transpose(0, 1).contiguous()
         states = {f"tap.{layer}": states_TD for layer, states_TD in zip(self.layers, hidden_LTD, strict=True)}
-        counts = {"tokens": torch.tensor([hidden_LTD.shape[1]]), "labels": torch.tensor([0])}
-        return {"hidden": self.norm(hidden_LTD[-1]), **states, **counts}
+        return {"hidden": self.norm(hidden_LTD[-1]), **states, "tokens": torch.tensor([hidden_LTD.shape[1]])}
 
     def probe(self, tokens_1T: Tensor) -> Features:
         record = self._record(tokens_1T[0].cpu())

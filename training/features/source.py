@@ -8,9 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
@@ -23,26 +21,10 @@ from headstart.training.data.sample import Sample
 from headstart.training.recipe.recipe import Recipe
 
 
-class Teacher(Protocol):
-    """Computes the backbone's logits from final hidden states, or from what a cache stores instead."""
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def readout(self, hidden: Tensor) -> Tensor:
-        """Map ``[..., D]`` to logits ``[..., V]`` over the backbone's vocabulary."""
-
-
 class FeatureSource(ABC):
-    """Returns the features of batches; ``teacher`` computes logits from their final hidden states."""
+    """Returns the features of batches."""
 
     backbone: Backbone
-    teacher: Teacher
-    samples: Sequence[int] | None = None
-    """The samples that it has; None: all."""
     lacks_last = False
     """The features of a sample's last token, which no loss reads, are not its own."""
     ahead = 0
@@ -56,8 +38,8 @@ class FeatureSource(ABC):
     def probe(self, tokens_1T: Tensor) -> Features:
         """Return the features of a few tokens, with all taps that can be had, for the start values of heads."""
 
-    def for_starts(self, taps: tuple[int, ...]) -> FeatureSource | None:
-        """Return the source that start values are fitted to, with these taps and final hidden states; None if there is none."""
+    def for_starts(self, taps: tuple[int, ...]) -> FeatureSource:
+        """Return the source that start values are fitted to, with these taps and final hidden states."""
         return self
 
     def read_held_out(self, samples: Sequence[Sample]) -> Iterator[Features]:
@@ -76,7 +58,7 @@ class LiveFeatures(FeatureSource):
     """Runs the backbone in its own dtype, as in decoding."""
 
     def __init__(self, backbone: Backbone, taps: tuple[int, ...]) -> None:
-        self.backbone, self.teacher, self.taps = backbone, backbone, taps
+        self.backbone, self.taps = backbone, taps
 
     def for_starts(self, taps: tuple[int, ...]) -> FeatureSource:
         return LiveFeatures(self.backbone, taps)

@@ -1,14 +1,13 @@
-"""What a feature cache holds besides its samples, since training from it does not run the backbone: features of a few tokens and the
-hidden states of some texts for the start values of fresh heads, and features of held-out rows to evaluate on.
+"""What a feature cache holds besides its samples, since training from it does not run the backbone: features of a few tokens
+for the start values of fresh heads, and features of held-out rows to evaluate on.
 
-It is one file, ``supplement.safetensors``. A cache written before there was one is trained from without evaluation.
+It is one file, ``supplement.safetensors``.
 
 Shape suffixes: T positions, D width, N tokens of the probe.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, takewhile
@@ -16,7 +15,6 @@ from itertools import accumulate, count, takewhile
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.start_values import probe_tokens
@@ -40,8 +38,6 @@ class Supplement:
 
     form: CacheFormat
     tensors: Record
-    fitted: tuple[int, ...]
-    """The samples whose final hidden states are here, for caches of the most likely tokens."""
     held_out: str
     """Hash of the held-out rows."""
     lacks_last: bool
@@ -52,10 +48,6 @@ class Supplement:
         parts = {name.removeprefix("probe."): tensor[None] for name, tensor in self.tensors.items() if name.startswith("probe.")}
         taps = {int(name.removeprefix("tap.")): tensor for name, tensor in parts.items() if name.startswith("tap.")}
         return Features(parts["tokens"], parts["hidden"], taps)
-
-    def hidden(self, index: int) -> Tensor:
-        """Return the final hidden states of a sample of ``fitted``, ``[T, D]``."""
-        return self.tensors[f"fit.{index}"]
 
     def read_held_out(self, samples: Sequence[Sample], device: torch.device) -> Iterator[Features]:
         """Yield the features of each held-out row; none if others are here."""
@@ -87,29 +79,24 @@ def read_supplement(manifest: Manifest, form: CacheFormat) -> Supplement | None:
         header = file.metadata() or {}
     if header.get("cache") != manifest.id:
         return None
-    return Supplement(form, load_file(path), tuple(json.loads(header["fitted"])), header["held_out"], header["lacks_last"] == "True")
+    return Supplement(form, load_file(path), header["held_out"], header["lacks_last"] == "True")
 
 
-def write_supplement(manifest: Manifest, form: CacheFormat, source: FeatureSource, splits: Splits, positions: int) -> None:
-    """Write a cache's supplement, unless it is there. ``positions``: of texts for start values."""
+def write_supplement(manifest: Manifest, form: CacheFormat, source: FeatureSource, splits: Splits) -> None:
+    """Write a cache's supplement, unless it is there."""
     path = manifest.folder / FILE
     with locked(manifest.folder / ".locks" / "supplement", "cache.dir", wait=True):
         if read_supplement(manifest, form) is not None:
             return
-        train, held_out = splits.train, evaluated(splits.eval)
+        held_out = evaluated(splits.eval)
         probed = source.probe(probe_tokens(source.backbone))
         tensors: Record = {"probe.tokens": probed.tokens_BT[0], "probe.hidden": probed.hidden_BTD[0]}
         tensors |= {f"probe.tap.{tap}": tensor[0] for tap, tensor in (probed.taps or {}).items()}
         for i in range(len(held_out)):
             features = source.read(collate(held_out, [[i]]).to(source.backbone.device))
-            tensors |= {f"held.{i}.{name}": tensor for name, tensor in form.encode(features, source.backbone.readout).items()}
+            tensors |= {f"held.{i}.{name}": tensor for name, tensor in form.encode(features).items()}
             tensors[f"held.{i}.ids"] = features.tokens_BT[0]
-        fitted = chosen_texts(train, positions) if form.top_k else []
-        for i in fitted:
-            hidden_TD = source.read(collate(train, [[i]]).to(source.backbone.device)).hidden_BTD[0]
-            tensors[f"fit.{i}"] = hidden_TD if form.dtype == "exact" else hidden_TD.to(torch.bfloat16)
-        header = {"cache": manifest.id, "fitted": json.dumps(fitted), "held_out": samples_hash(held_out)}
-        header["lacks_last"] = str(source.lacks_last)
+        header = {"cache": manifest.id, "held_out": samples_hash(held_out), "lacks_last": str(source.lacks_last)}
         save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, header)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -28,18 +27,15 @@ from headstart.support.text import gigabytes
 from headstart.training.data.kept import Splits
 from headstart.training.data.packing import batches_by_length, collate
 from headstart.training.data.sample import Sample
-from headstart.training.features.codec import CHUNK, CacheFormat, Record, TopKTeacher, concatenate, label_positions, single_row
+from headstart.training.features.codec import CHUNK, CacheFormat, Record, concatenate, label_positions, single_row
 from headstart.training.features.manifest import Manifest, open_shard, record_size, save_tensors
-from headstart.training.features.source import FeatureSource, Teacher
+from headstart.training.features.source import FeatureSource
 from headstart.training.features.supplement import write_supplement
 
 MEASURED_POSITIONS = 512
 """Label positions per shard at which the rounding error is measured."""
-TAIL_POSITIONS = 4096
-"""Label positions used to estimate the tail distribution."""
 SPARE_BYTES = 64 * 2**20
 """Disk space to leave free."""
-TAIL = "tail.safetensors"
 LOCKS = ".locks"
 
 
@@ -51,8 +47,6 @@ class Job:
     form: CacheFormat
     samples: list[Sample]
     source: FeatureSource
-    teacher: Teacher
-    """Computes logits from cached features, to measure the error of the distribution."""
 
 
 def bytes_missing(manifest: Manifest, form: CacheFormat, samples: Sequence[Sample]) -> int:
@@ -71,24 +65,17 @@ def require_disk_space(folder: Path, needed: int) -> None:
     if free < needed + SPARE_BYTES:
         raise UserError(
             f"{folder} needs {gigabytes(needed)} and the disk has {gigabytes(free)} free; make room, choose another cache.dir, or keep "
-            "less: cache.dtype=int8, cache.teacher=topk or a lower data.limit"
+            "less: cache.dtype=int8 or a lower data.limit"
         )
 
 
-def write_missing(
-    manifest: Manifest, form: CacheFormat, splits: Splits, source: FeatureSource, *, positions: int = 0, progress: bool = True
-) -> int:
-    """Write missing shards that no other process is writing, and the supplement; returns the number of shards.
-
-    ``positions``: of texts for the start values of heads.
-    """
+def write_missing(manifest: Manifest, form: CacheFormat, splits: Splits, source: FeatureSource, *, progress: bool = True) -> int:
+    """Write missing shards that no other process is writing, and the supplement; returns the number of shards."""
     samples = splits.train
     require_disk_space(manifest.folder, bytes_missing(manifest, form, samples))
     manifest.write()
-    if form.top_k:
-        _write_tail(manifest, form, samples, source)
-    write_supplement(manifest, form, source, splits, positions)
-    job = Job(manifest, form, samples, source, open_teacher(manifest, form, source.backbone))
+    write_supplement(manifest, form, source, splits)
+    job = Job(manifest, form, samples, source)
     missing, written = manifest.missing(), 0
     total = sum(len(sample.tokens) for number in missing for sample in samples[slice(*manifest.shards[number])])
     with tqdm(total=total, desc="caching", unit="token", unit_scale=True, disable=not progress) as bar:
@@ -113,10 +100,10 @@ def _write_shard(job: Job, number: int, bar: tqdm) -> None:
         features = source.read(batch)
         for row, i in enumerate(indices):
             alone = single_row(features, row, len(samples[i].tokens))
-            records[i] = form.encode(alone, backbone.readout)
+            records[i] = form.encode(alone)
             if sum(len(each["teacher_kl"]) for each in errors) < MEASURED_POSITIONS:
                 single = collate(samples, [[i]]).to(backbone.device)
-                errors.append(rounding_errors(alone, form.decode(records[i], single, form.taps), backbone, job.teacher))
+                errors.append(rounding_errors(alone, form.decode(records[i], single, form.taps), backbone))
         bar.update(sum(len(samples[i].tokens) for i in indices))
     measured = {name: torch.cat([each[name] for each in errors]) for name in errors[0]}
     means = {name: values.mean().item() for name, values in measured.items() if len(values)}
@@ -125,21 +112,20 @@ def _write_shard(job: Job, number: int, bar: tqdm) -> None:
 
 
 @torch.no_grad()
-def rounding_errors(live: Features, cached: Features, backbone: Backbone, teacher: Teacher) -> dict[str, Tensor]:
+def rounding_errors(live: Features, cached: Features, backbone: Backbone) -> dict[str, Tensor]:
     """Return the errors of cached features per position.
 
     For states, the distance to the live state relative to its norm; for the teacher's distribution at label positions, KL(live | cached)
     in nats and the total variation.
     """
     pairs = {f"tap.{tap}": (tensor, (cached.taps or {})[tap]) for tap, tensor in (live.taps or {}).items()}
-    if live.hidden_BTD.shape == cached.hidden_BTD.shape:
-        pairs["hidden"] = (live.hidden_BTD, cached.hidden_BTD)
+    pairs["hidden"] = (live.hidden_BTD, cached.hidden_BTD)
     errors = {name: ((a - b).float().norm(dim=-1) / a.float().norm(dim=-1).clamp(min=1e-20)).flatten() for name, (a, b) in pairs.items()}
     assert live.loss_mask_BT is not None
     kls, tvs = [], []
     for position_C in label_positions(live.loss_mask_BT[0])[:MEASURED_POSITIONS].split(CHUNK):
         p_CV = backbone.readout(live.hidden_BTD[0, position_C]).float().softmax(-1)
-        cached_CV = teacher.readout(cached.hidden_BTD[0, position_C]).float().log_softmax(-1)
+        cached_CV = backbone.readout(cached.hidden_BTD[0, position_C]).float().log_softmax(-1)
         kls.append((torch.special.xlogy(p_CV, p_CV) - p_CV * cached_CV).sum(-1))
         tvs.append((p_CV - cached_CV.exp()).abs().sum(-1) / 2)
     return errors | {"teacher_kl": torch.cat(kls), "teacher_tv": torch.cat(tvs)}
@@ -150,38 +136,3 @@ def measured_errors(manifest: Manifest) -> dict[str, float]:
     shards = [json.loads(open_shard(manifest, number).metadata()["error"]) for number in range(len(manifest.shards))]
     names = dict.fromkeys(name for errors in shards for name in errors)
     return {name: statistics.fmean(errors[name] for errors in shards if name in errors) for name in names}
-
-
-def open_teacher(manifest: Manifest, form: CacheFormat, backbone: Backbone) -> Teacher:
-    """Return the teacher for a cache: the backbone, or with ``top_k`` a `TopKTeacher`. Raises UserError if the latter's tail is missing."""
-    if not form.top_k:
-        return backbone
-    path = manifest.folder / TAIL
-    if not path.exists():
-        raise UserError(f"{manifest.folder} lacks {TAIL}; run headstart cache with this recipe to write it")
-    return TopKTeacher(load_file(path, device=str(backbone.device))["tail_V"])
-
-
-def _write_tail(manifest: Manifest, form: CacheFormat, samples: Sequence[Sample], source: FeatureSource) -> None:
-    """Write the tail distribution of a `TopKTeacher`, once: estimated from the first samples."""
-    path = manifest.folder / TAIL
-    with locked(manifest.folder / LOCKS / "tail", "cache.dir", wait=True):
-        if not path.exists():
-            save_tensors({"tail_V": _tail(form, samples, source)}, path, {"cache": manifest.id})
-
-
-@torch.no_grad()
-def _tail(form: CacheFormat, samples: Sequence[Sample], source: FeatureSource) -> Tensor:
-    """Sum each token's probability over positions where it is not in the ``top_k``; tokens always in it get a small constant."""
-    assert form.top_k
-    backbone = source.backbone
-    sum_V, count = torch.zeros(form.vocab, device=backbone.device), 0
-    for i, sample in enumerate(samples):
-        if count >= TAIL_POSITIONS:
-            break
-        features = source.read(collate(samples, [[i]]).to(backbone.device))
-        for position_C in label_positions(sample.loss_mask)[: TAIL_POSITIONS - count].split(CHUNK):
-            p_CV = backbone.readout(features.hidden_BTD[0, position_C.to(backbone.device)]).float().softmax(-1)
-            sum_V += p_CV.scatter(-1, p_CV.topk(form.top_k, -1).indices, 0).sum(0)
-            count += len(position_C)
-    return (sum_V + 1e-3 * sum_V.mean()).clamp(min=1e-12).cpu()

@@ -1,6 +1,6 @@
 """``headstart inspect`` for a recipe or a checkpoint.
 
-Of a checkpoint, without loading it or its backbone: metadata, tensor shapes, machines it was tuned on.
+Of a checkpoint, without loading it or its backbone: metadata, and tensor shapes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
-from headstart.heads.backbone.adapter import ADAPTER_WEIGHTS, DRAFTER_ADAPTER
 from headstart.heads.checkpoint import METADATA, read_metadata
-from headstart.inference.speculation.tuned import FILE as TUNED
-from headstart.inference.speculation.tuned import read_entries
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash, settle
 from headstart.support.hub import local_or_shipped
@@ -50,11 +47,9 @@ def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]
         "parameters": sum(tensor["elements"] for tensor in tensors if tensor["dtype"] in FLOATS),
         "file": file.name,
         "bytes": file.stat().st_size,
-        "adapter": _adapter(folder, metadata["weights"].get("adapter")),
         "weights_match_hash": matches,
         "provenance": {key: metadata["provenance"].get(key) for key in PROVENANCE},
         "resumable_steps": sorted(int(step) for step in _steps(folder) if step.isdecimal()),
-        "tuned_for": _tuned(folder / TUNED),
     }
     return report, _screen(path, report)
 
@@ -80,22 +75,8 @@ def _tensors(file: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _adapter(folder: Path, sha256: str | None) -> dict[str, Any] | None:
-    """Return the size of the adapter that loading adds to the weights; None if there is none."""
-    if sha256 is None:
-        return None
-    file = folder / DRAFTER_ADAPTER / ADAPTER_WEIGHTS
-    tensors = _tensors(file)
-    return {"parameters": sum(tensor["elements"] for tensor in tensors), "weights_match_hash": file_hash(file) == sha256}
-
-
-def _tuned(file: Path) -> list[str]:
-    """Return the machines measured by `headstart tune`."""
-    return list(read_entries(file)) if file.exists() else []
-
-
 def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
-    provenance, contract, adapter = report["provenance"], report["contract"], report["adapter"]
+    provenance, contract = report["provenance"], report["contract"]
     start = provenance["init"]
     arguments = ", ".join(f"{name}={value}" for name, value in report["arguments"].items())
     versions = ", ".join(f"{name} {number}" for name, number in (provenance["versions"] or {}).items())
@@ -110,12 +91,10 @@ def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
         ("template", provenance["chat_template"] or "none"),
         ("trained", ", ".join(trained) or "unknown"),
         *([("started", f"from {start['path']}, {start['weights']['file']} {start['weights']['sha256'][:16]}")] if start else []),
-        *([("adapter", f"{adapter['parameters']:,} parameters, added by loading; they {_matches(adapter)}")] if adapter else []),
         *([("drafted", describe_coverage(provenance["draft_vocabulary"]))] if provenance["draft_vocabulary"] else []),
         *([("command", provenance["command"])] if provenance["command"] else []),
         *([("versions", versions)] if versions else []),
         *([("resumes", f"from step {', '.join(map(str, report['resumable_steps']))}")] if report["resumable_steps"] else []),
-        *(("tuned", machine) for machine in report["tuned_for"]),
     ]
     return [
         labelled([

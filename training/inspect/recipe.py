@@ -182,7 +182,7 @@ def vocabulary_coverage(recipe: Recipe, models: FakeModels, splits: Splits) -> d
     """Count distinct label tokens, and report the coverage of each draft vocabulary that training will choose."""
     counts, drafters = label_counts(splits, models.backbone.vocab), {}
     for name, drafter in models.drafters.items():
-        if drafter.vocabulary is not None and drafter.lora is None:  # an adapted drafter keeps its vocabulary
+        if drafter.vocabulary is not None:
             chosen = most_frequent(counts.training_V, len(drafter.vocabulary))
             drafters[name or str(recipe.drafter["kind"])] = coverage_report(counts, chosen)
     return {"distinct_label_tokens": int((counts.training_V > 0).sum()), "drafters": drafters}

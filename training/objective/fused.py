@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import chunk_policy
-from headstart.training.features.source import Teacher
 from headstart.training.objective.anchors import StepKey, sample_anchors, text_rows
 from headstart.training.objective.loss_rows import LossRows, dense_rows
 from headstart.training.objective.terms import FEATURES, SoftTarget, compare, compare_and_mix, compiled, regression, soft_target
@@ -41,7 +40,6 @@ class FusedLoss:
     """Loss of one drafter as a function of its hidden states."""
 
     settings: Objective
-    teacher: Teacher
     drafter: Drafter
     compiled: bool = False
     """Whether what is done with logits is compiled (`terms.compiled`)."""
@@ -49,7 +47,7 @@ class FusedLoss:
     @property
     def vocabulary(self) -> Tensor | None:
         vocabulary = self.drafter.vocabulary
-        return vocabulary if vocabulary is None else vocabulary.to(self.teacher.device)
+        return vocabulary if vocabulary is None else vocabulary.to(self.drafter.backbone.device)
 
     def sum(self, rows: LossRows, drafts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted loss, with gradients, and per depth the number of top-1 agreements and the summed acceptance rate."""
@@ -63,7 +61,7 @@ class FusedLoss:
         for i in range(len(gradients.drafts)):
             if i < targets:  # one target for all depths, or one per depth
                 with torch.no_grad(), torch.autocast(rows.parents_MJ.device.type, enabled=False):  # in its own dtype, as in decoding
-                    target = soft_target(self.teacher.readout(rows.hidden_MJD[:, i]), self.vocabulary)
+                    target = soft_target(self.drafter.backbone.readout(rows.hidden_MJD[:, i]), self.vocabulary)
             sums.append(self._depth(i, target, rows, chunk, gradients))
         losses_K, correct_K, alpha_K = (torch.stack(part) for part in zip(*sums, strict=True))
         return losses_K.sum(), correct_K, alpha_K
@@ -95,8 +93,8 @@ class FusedLoss:
     def chunks(self, count: int) -> Iterator[slice]:
         """Divide ``count`` rows into chunks of at most ``objective.chunk_size``, smaller on a CPU to fit its caches; at least one chunk."""
         size, policy = self.settings.chunk_size, chunk_policy()
-        if (policy.device_type or self.teacher.device.type) == "cpu":
-            vocab = self.teacher.vocab if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
+        if (policy.device_type or self.drafter.backbone.device.type) == "cpu":
+            vocab = self.drafter.backbone.vocab if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
             size = min(size, max(CPU_MIN_ROWS, CPU_LOGITS // vocab))
         yield from policy.select([slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)])
 
@@ -217,7 +215,7 @@ def _agreement(loss: FusedLoss, rows: LossRows, drafts: list[Tensor], sampled: b
         part = rows.part(chunk)
         for i, draft_MD in enumerate(drafts):
             if i < part.hidden_MJD.shape[1]:
-                target = soft_target(loss.teacher.readout(part.hidden_MJD[:, i]), loss.vocabulary)
+                target = soft_target(loss.drafter.backbone.readout(part.hidden_MJD[:, i]), loss.vocabulary)
             draft = compare(target, loss.chunk_logits(draft_MD, i, chunk, part)[1])
             choice_C = draft.choice_C if loss.vocabulary is None else loss.vocabulary[draft.choice_C]
             found_MK[chunk, i] = draft.alpha_C.float() if sampled else (choice_C == target.choice_C).float()

@@ -31,7 +31,6 @@ from headstart.heads.backbone.model_config import attention_kernel
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
-from headstart.heads.lora import add_lora, lora_weights
 from headstart.heads.methods import construct_drafter
 from headstart.heads.warm_start import require_kind
 from headstart.support.errors import UserError, cause
@@ -151,8 +150,6 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     except (OSError, ValueError, ImportError, RuntimeError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
         fault = f"backbone {settings.path!r} with {kinds} cannot be built from its configuration alone: {cause(error)}"
         raise UserError(f"{fault}; check its config.json and the drafter's arguments") from None
-    for name, single in recipe.per_drafter().items():
-        _adapt(drafters[name], single, mode)
     return FakeModels(backbone, drafters, values, mode)
 
 
@@ -188,16 +185,6 @@ def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
     if recipe.train.gradient_checkpointing:
         recompute(drafter)
     return drafter
-
-
-def _adapt(drafter: Drafter, recipe: Recipe, mode: FakeTensorMode) -> None:
-    """Attach the recipe's adapter to the drafter, if any; PEFT can make only real ones, which are replaced."""
-    if (lora := split_drafter(recipe.drafter)[0].lora) is None:
-        return
-    add_lora(drafter, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
-    for name, weight in lora_weights(drafter).items():
-        layer, _, key = name.rpartition(".")
-        setattr(drafter.get_submodule(layer), key, torch.nn.Parameter(mode.from_tensor(weight.detach())))
 
 
 def _pass_empty_mask(backbone: Backbone) -> None:

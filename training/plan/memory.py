@@ -37,8 +37,7 @@ from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 from headstart.training.data.packing import Batch
 from headstart.training.features.backbone import opens_head_only
-from headstart.training.features.codec import TopKTeacher
-from headstart.training.features.source import LiveFeatures, Teacher
+from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.anchors import SampledAnchors
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import lm_loss
@@ -165,7 +164,7 @@ class MemoryPlan:
         values.label_tokens, values.packed, values.longest = size.label_tokens, self.recipe.data.packing, size.length - 1
         policy = ChunkPolicy("cuda" if self.accelerator else "cpu", ends_only=True)  # fake tensors are always on a CPU
         with _quiet(), self.models.fake_mode(), MemoryCounter() as counter, use_chunk_policy(policy), recompute_within(lambda: values):
-            features, teacher = self._features(size, counter)
+            features = self._features(size, counter)
             target_forward = counter.parts([])
             counter.rename(list_tensors(features), "features")
             counter.rows = size.rows
@@ -173,28 +172,25 @@ class MemoryPlan:
             for name, recipe in self.recipe.per_drafter().items():
                 drafter = self.models.drafters[name]
                 counter.reset_peak()
-                draft_step = _draft_step(recipe, FusedLoss(recipe.objective, teacher, drafter), features, size, counter)
+                draft_step = _draft_step(recipe, FusedLoss(recipe.objective, drafter), features, size, counter)
                 kept = waiting + (trained(drafter) if self.holds_gradients else 0)
                 draft_steps.append(draft_step | {"gradients": draft_step.get("gradients", 0) + kept})
                 waiting += trained(drafter)
         return target_forward, max(draft_steps, key=lambda parts: sum(parts.values()))
 
-    def _features(self, size: MicroBatch, counter: MemoryCounter) -> tuple[Features, Teacher]:
-        """Return a micro-batch's features, live or as read from a cache or a server, and the teacher."""
-        backbone, taps, cache = self.models.backbone, self.models.taps, self.recipe.cache
+    def _features(self, size: MicroBatch, counter: MemoryCounter) -> Features:
+        """Return a micro-batch's features, live or as read from a cache or a server."""
+        backbone, taps = self.models.backbone, self.models.taps
         counter.part = "features"
         tokens_BT = torch.zeros(size.rows, size.length, dtype=torch.int64)
         members = ((0, 1) if self.recipe.data.packing else (0,),) * size.rows
         batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT), members)
-        if cache.dir is None and self.recipe.features.endpoint is None:
+        if self.recipe.cache.dir is None and self.recipe.features.endpoint is None:
             counter.part = "backbone activations"
-            return LiveFeatures(backbone, taps).read(batch), backbone
+            return LiveFeatures(backbone, taps).read(batch)
         states = {tap: torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype) for tap in taps} or None
-        if cache.teacher == "hidden" or cache.dir is None:
-            hidden_BTD = torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype)
-            return Features(tokens_BT, hidden_BTD, states, batch.loss_mask_BT, batch.document_BT), backbone
-        top_k = torch.zeros(*tokens_BT.shape, 2 * min(cache.top_k, backbone.vocab) + 1)
-        return Features(tokens_BT, top_k, states, batch.loss_mask_BT, batch.document_BT), TopKTeacher(torch.ones(backbone.vocab))
+        hidden_BTD = torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype)
+        return Features(tokens_BT, hidden_BTD, states, batch.loss_mask_BT, batch.document_BT)
 
 
 def fake_anchors(drafter: Drafter, label_tokens: int) -> SampledAnchors | None:

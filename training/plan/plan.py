@@ -31,7 +31,6 @@ from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.features.manifest import format_of, record_size
 from headstart.training.features.source import require_packable
 from headstart.training.plan.calibrate import live_until_cached, seconds_per_step, why_not_loadable
-from headstart.training.plan.cheaper import cheaper
 from headstart.training.plan.compute import UTILISATION, estimated_hours, step_operations
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.plan.memory import ALLOCATOR, CHECKPOINT, DRAFT_STEP, OPTIMIZER, TARGET_FORWARD, MemoryPlan, MicroBatch, StepMemory
@@ -113,7 +112,7 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[
     report["memory"]["advice"] = None if report["memory"]["fits"] else _advice(recipe, peak, report, machine)
     report["chosen"] = _chosen(recipe, models, report["tokens"])
     report["advice"] = None if samples is None else advice(recipe.train, report["tokens"]["steps"], machine.processes)
-    report |= {"cheaper": cheaper(recipe, models, samples), "data_unavailable": splits if isinstance(splits, str) else None}
+    report["data_unavailable"] = splits if isinstance(splits, str) else None
     report["estimate"] = None if tflops is None else _estimate(memory_plan, size, share, report["tokens"]["steps"], tflops)
     return report
 

@@ -20,7 +20,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         *_data(report),
         "",
     ]
-    end = [*_verdict(report), *_disk(report["disk"]), *_estimate(report), *cheaper_lines(report["cheaper"])]
+    end = [*_verdict(report), *_disk(report["disk"]), *_estimate(report)]
     return [*head, *_memory(report["memory"]["phases"]), "", *end]
 
 
@@ -102,26 +102,3 @@ def _estimate(report: dict[str, Any]) -> list[str]:
     if estimate["hours"] is None:
         return [f"estimate  {each}; how many steps there are depends on data that are not here"]
     return [f"estimate  {duration(estimate['hours'])} for {estimate['steps']:,} steps: {each}"]
-
-
-def cheaper_lines(found: dict[str, Any] | None) -> list[str]:
-    """Return what takes most of a step, and settings that take less."""
-    if found is None:
-        return []
-    lines = [
-        f"readouts  {found['readouts']:.0%} of {found['operations_per_token'] / 1e9:,.2f} GFLOP a token: label tokens are read out at "
-        f"{found['depth']} depths over {found['vocab_size']:,} tokens"
-    ]
-    for number, one in enumerate(found["settings"]):
-        settings = " ".join(f"drafter.{key}={value}" for key, value in one["values"].items())
-        cost = "; ".join(_cost(key, found["coverage"]) for key in one["values"])
-        lines.append(f"{'' if number else 'cheaper':<9} {settings}: {one['arithmetic']:.2f} of the arithmetic; {cost}")
-    return lines
-
-
-def _cost(key: str, coverage: float | None) -> str:
-    """Return what a smaller value costs in acceptance, as far as it is known."""
-    if key == "depth":
-        return "tau is little lower after as many tokens (measured once, on the embedded model: docs/train.md)"
-    share = "its tokens' share of the answers" if coverage is None else f"{coverage:.1%}, its tokens' share of the answers"
-    return f"drafts are accepted in at most {share}"

@@ -14,32 +14,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
-
-from headstart.support.config import Model, RuleError, StrictModel, parse
+from headstart.support.config import Model, StrictModel, parse
 from headstart.support.errors import UserError
-from headstart.training.recipe.sections import Fraction, Text
+from headstart.training.recipe.sections import Text
 
 if TYPE_CHECKING:
     from headstart.training.recipe.recipe import Recipe
 
 
 VOCABULARY_KEY = "draft_vocab_size"
-
-
-class DrafterLora(StrictModel):
-    rank: PositiveInt = 16
-    """Rank of the adapter's matrices."""
-    alpha: PositiveFloat = 32.0
-    """The adapter's output is scaled by ``alpha / rank``."""
-    dropout: Fraction = 0.0
-    """Dropout before the adapter, in training."""
-    target_modules: Text | list[Text] = "all-linear"
-    """Layers to adapt: ``all-linear`` (but the output layers), a regular expression, or a list of module names or their endings."""
-    merge: bool = False
-    """Save weights with the adapter added, for serving engines; false: the unchanged weights, and the adapter beside them."""
 
 
 class DrafterOptions(StrictModel):
@@ -49,14 +34,6 @@ class DrafterOptions(StrictModel):
     """Name of a file in heads/, or the dotted name of a module of your own."""
     init: Text | None = None
     """Folder or hub id of trained heads of this kind to start from (null: start values made from the backbone)."""
-    lora: DrafterLora | None = None
-    """Train low-rank adapters on the linear layers of the heads in ``init``, whose weights stay (null: train all weights)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.lora is not None and self.init is None:
-            raise RuleError("lora", "adapts trained heads; set init to their folder, or lora to null", self.lora.model_dump())
-        return self
 
 
 def split_drafter(drafter: Mapping[str, Any], where: str = "drafter") -> tuple[DrafterOptions, dict[str, Any]]:

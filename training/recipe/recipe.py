@@ -28,8 +28,8 @@ class Recipe(StrictModel):
     backbone: Backbone
     """The frozen language model."""
     drafter: dict[str, Any] = {}
-    """``kind`` names the file in heads/ (or a module of your own), ``init`` and ``lora`` how it starts; the rest are that drafter's own
-    arguments. This or ``heads``."""
+    """``kind`` names the file in heads/ (or a module of your own), ``init`` how it starts; the rest are that drafter's own arguments.
+    This or ``heads``."""
     heads: dict[str, dict[str, Any]] = {}
     """Several drafters instead, trained together on one forward pass of the backbone, each into ``save.dir/NAME``."""
     data: Data
@@ -84,13 +84,10 @@ class Recipe(StrictModel):
         )
 
     def _check_drafter(self) -> None:
-        options = require_arguments(self.drafter, "drafter")
+        require_arguments(self.drafter, "drafter")
         if self.objective.on_policy and self.cache.dir is not None:
             rule = f"needs the backbone, which does not run with cache.dir={self.cache.dir!r}; set either to 0 or null"
             raise RuleError("objective.on_policy", rule, self.objective.on_policy)
-        if options.lora is not None and options.lora.dropout and self.train.gradient_checkpointing:
-            rule = "is 0 with train.gradient_checkpointing, which would recompute with other random numbers"
-            raise RuleError("drafter.lora.dropout", rule, options.lora.dropout)
 
     def _check_lora(self) -> None:
         _refuse(

@@ -13,7 +13,7 @@ from headstart.heads.layers.layer_config import LayerShape
 from headstart.heads.methods import find_drafter, methods
 from headstart.support.config import describe
 from headstart.support.errors import UserError
-from headstart.training.recipe.drafter import SHARED_KEYS, DrafterLora, DrafterOptions
+from headstart.training.recipe.drafter import SHARED_KEYS, DrafterOptions
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Lora
 from headstart.training.recipe.yaml_text import KEY as EXTENDS
@@ -31,7 +31,6 @@ def recipe_schema() -> dict[str, Any]:
     schema = Recipe.model_json_schema()
     options = DrafterOptions.model_json_schema()
     definitions = schema["$defs"]
-    definitions.update(options["$defs"])
     for kind in methods():
         definitions.update(find_drafter(kind).Config.model_json_schema().get("$defs", {}))
         definitions[f"drafter-{kind}"] = _drafter(kind, options["properties"], {})
@@ -69,8 +68,8 @@ def _described(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
 def with_tables(page: str) -> str:
     """The Markdown ``page`` with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew.
 
-    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.lora``, ``drafter.layer``, or ``drafter.KIND``. Raises UserError
-    for any other.
+    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.layer``, or ``drafter.KIND``. Raises UserError for any
+    other.
     """
     return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}<!-- end of table -->", page)
 
@@ -82,7 +81,6 @@ def _table(name: str) -> str:
     sections: dict[str, type[BaseModel]] = {
         "backbone.lora": Lora,
         "drafter": DrafterOptions,
-        "drafter.lora": DrafterLora,
         "drafter.layer": LayerShape,
     }
     for prefix, options in sections.items():

@@ -234,9 +234,5 @@ class Cache(StrictModel):
     """Folder of cached features that training reads instead of running the backbone; null runs it at every step."""
     dtype: Literal["int8", "bf16", "exact"] = "int8"
     """Stored hidden states: 8 bits with scales per channel and token, bf16, or the backbone's own dtype."""
-    teacher: Literal["hidden", "topk"] = "hidden"
-    """Store the final hidden state, or the ``top_k`` most probable tokens instead: smaller, for drafters that read taps only."""
-    top_k: PositiveInt = 64
-    """Most probable tokens stored by ``teacher: topk``; the rest of the probability is stored as one number."""
     shard_mb: PositiveInt = 256
     """Size of a file; a killed writer loses at most one."""

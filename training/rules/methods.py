@@ -31,7 +31,6 @@ from typing import Any
 
 from headstart.heads.methods import find_drafter
 from headstart.support.errors import UserError
-from headstart.training.plan.cheaper import DEPTH, KINDS, VOCABULARY
 from headstart.training.recipe.drafter import VOCABULARY_KEY
 from headstart.training.rules.model import ModelFacts
 
@@ -43,6 +42,8 @@ WIDE = 8192
 """Width from which block heads have 2 layers: each takes 14 GB while it is trained, its optimizer state and gradients included."""
 LENGTH, LONG = 2048, 4096
 PASSES = 2
+CPU_KINDS, CPU_VOCABULARY, CPU_DEPTH = ("eagle", "eagle3"), 8192, 4
+"""On a CPU, heads that pass through one layer for each depth draft of fewer tokens and depths."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,10 @@ def batch_for(method: Method, length: int) -> int:
 
 def values_on_cpu(method: Method, facts: ModelFacts) -> Tree:
     """Return the drafter's values that make a step short enough for a CPU, none for kinds that they would not make much shorter."""
-    if method.kind not in KINDS:
+    if method.kind not in CPU_KINDS:
         return {}
-    depth = {"depth": DEPTH} if method.shared["drafter"]["depth"] > DEPTH else {}
-    return depth | ({VOCABULARY_KEY: VOCABULARY} if facts.vocab > 2 * VOCABULARY else {})
+    depth = {"depth": CPU_DEPTH} if method.shared["drafter"]["depth"] > CPU_DEPTH else {}
+    return depth | ({VOCABULARY_KEY: CPU_VOCABULARY} if facts.vocab > 2 * CPU_VOCABULARY else {})
 
 
 def own_values(method: Method, facts: ModelFacts) -> Tree:

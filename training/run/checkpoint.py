@@ -31,7 +31,6 @@ from transformers import PreTrainedTokenizerBase
 from headstart import __version__
 from headstart.heads.backbone.fingerprint import tokenizer_digest
 from headstart.heads.base import Drafter
-from headstart.heads.lora import lora_weights
 from headstart.support.chat.template import template_hash
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard, discard_unfinished, file_hash, flush, value_hash
@@ -80,7 +79,7 @@ FORMAT = 4
 """Version of the content of ``state.json`` and of the tensors' names."""
 MAY_DIFFER = (
     "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
-    "cache.dir", "cache.shard_mb", "drafter.lora.merge", "data.template_time", "data.processes",
+    "cache.dir", "cache.shard_mb", "data.template_time", "data.processes",
 )  # fmt: skip
 """Recipe keys that may change on resuming, since they do not affect the optimiser steps."""
 
@@ -164,7 +163,6 @@ def pack(
 ) -> dict[str, Tensor]:
     """Return weights, average and optimiser moments under flat names, as unsharded copies on the CPU."""
     tensors: dict[str, Tensor] = {f"drafter/{name}": tensor for name, tensor in drafter.tensors().items()}
-    tensors |= {f"lora/{name}": weight for name, weight in lora_weights(drafter).items()}
     tensors |= {f"average/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
     adapted = {f"adapter/{name}": weight for name, weight in (adapter or {}).items()}
     tensors |= adapted
@@ -175,10 +173,8 @@ def pack(
 
 
 def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
-    """Load the drafter's weights, its draft vocabulary and its adapter, if any."""
+    """Load the drafter's weights and its draft vocabulary."""
     drafter.load_tensors(without_prefix(tensors, "drafter/"))
-    if drafter.lora is not None:
-        drafter.lora.load(without_prefix(tensors, "lora/"))
 
 
 def unpack_adapter(adapter: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:

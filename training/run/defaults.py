@@ -52,7 +52,7 @@ def choose(recipe: Recipe, drafter: Drafter, step_tokens: float, steps: int) -> 
     ``step_tokens``: mean number of tokens of an optimizer step, padding excluded; ``steps``: optimizer steps of the run.
     """
     values: dict[str, float | str] = {}
-    adapted = drafter.pretrained or (drafter.lora is None and split_drafter(recipe.drafter)[0].init is not None)
+    adapted = drafter.pretrained or split_drafter(recipe.drafter)[0].init is not None
     reason = f"width {drafter.width:,}, {steps:,} steps of about {step_tokens:,.0f} tokens"
     if recipe.train.lr == AUTO:
         optimizer = recipe.train.chosen_optimizer

@@ -17,7 +17,6 @@ from headstart.training.data.data import LabelCounts, most_frequent
 from headstart.training.data.packing import FORWARD_TOKENS, batches_by_length, collate
 from headstart.training.data.sample import Sample
 from headstart.training.features.source import FeatureSource
-from headstart.training.features.supplement import FILE as SUPPLEMENT
 from headstart.training.features.supplement import chosen_texts
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
@@ -51,13 +50,11 @@ def read_starts(recipe: Recipe, drafters: Mapping[str, Drafter]) -> dict[str, Wa
     return starts
 
 
-def choose_vocabularies(drafters: Mapping[str, Drafter], starts: Mapping[str, WarmStart], counts: LabelCounts) -> None:
-    """Set the draft vocabularies to the most frequent tokens of the training data; an adapted drafter keeps its own."""
-    for name, drafter in drafters.items():
-        if drafter.vocabulary is None:
-            continue
-        tokens = starts[name].drafter.vocabulary if drafter.lora is not None else None
-        drafter.use_vocabulary(most_frequent(counts.training_V, len(drafter.vocabulary)) if tokens is None else tokens)
+def choose_vocabularies(drafters: Mapping[str, Drafter], counts: LabelCounts) -> None:
+    """Set the draft vocabularies to the most frequent tokens of the training data."""
+    for drafter in drafters.values():
+        if drafter.vocabulary is not None:
+            drafter.use_vocabulary(most_frequent(counts.training_V, len(drafter.vocabulary)))
 
 
 def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features: FeatureSource, accelerator: Accelerator) -> list[str]:
@@ -69,10 +66,8 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features:
     fresh = [drafter for drafter in drafters if drafter.start_positions]
     if fresh and (accelerator.is_main_process or is_sharded(fresh[0].backbone)):
         for drafter in fresh:
-            source, line = features.for_starts(drafter.taps), f"start values are not fitted: the feature cache lacks {SUPPLEMENT}"
-            if source is not None:
-                line = drafter.fit_start(_features(drafter, samples, source, accelerator.is_main_process))
-            lines.append(line)
+            source = features.for_starts(drafter.taps)
+            lines.append(drafter.fit_start(_features(drafter, samples, source, accelerator.is_main_process)))
     if accelerator.num_processes > 1:
         for drafter in fresh:
             for weight in drafter.parameters():
@@ -82,8 +77,8 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features:
 
 @torch.no_grad()
 def _features(drafter: Drafter, samples: Sequence[Sample], source: FeatureSource, shown: bool) -> Iterator[Features]:
-    """Read as many texts as the drafter asks for, as far as the source has them."""
-    chosen = [i for i in chosen_texts(samples, drafter.start_positions) if source.samples is None or i in source.samples]
+    """Read as many texts as the drafter asks for."""
+    chosen = chosen_texts(samples, drafter.start_positions)
     with progress("fitting start values", "token", sum(len(samples[i].tokens) for i in chosen), shown) as bar:
         for indices in batches_by_length(samples, chosen, CPU_POSITIONS if drafter.backbone.device.type == "cpu" else FORWARD_TOKENS):
             yield source.read(collate(samples, [[i] for i in indices]).to(drafter.backbone.device))

@@ -16,7 +16,7 @@ from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
 from headstart.training.features.on_policy import FeaturesWithCache
-from headstart.training.features.source import FeatureSource, LiveFeatures, Teacher
+from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import LmLoss, lm_loss
@@ -27,20 +27,20 @@ from headstart.training.recipe.training import Objective
 
 
 class TrainStep(nn.Module):
-    """Forward and objective of one drafter; ``teacher`` computes the target logits from ``features.hidden_BTD``.
+    """Forward and objective of one drafter.
 
     Raises UserError for a loss term that this drafter does not support.
     """
 
-    def __init__(self, teacher: Teacher, drafter: Drafter, settings: Objective, compiled: bool = False) -> None:
+    def __init__(self, drafter: Drafter, settings: Objective, compiled: bool = False) -> None:
         super().__init__()
         if settings.terms.get(FEATURES):
             require_comparable(drafter)
-        self.drafter, self.teacher, self.settings, self.compiled = drafter, teacher, settings, compiled
+        self.drafter, self.settings, self.compiled = drafter, settings, compiled
 
     def forward(self, features: Features, step_key: StepKey) -> Sums:
         """Draft from all positions, or from anchors sampled with ``step_key`` if the drafter's `anchor_share` is below 1."""
-        loss, drafter, anchors = FusedLoss(self.settings, self.teacher, self.drafter, self.compiled), self.drafter, None
+        loss, drafter, anchors = FusedLoss(self.settings, self.drafter, self.compiled), self.drafter, None
         if drafter.anchor_share < 1:
             anchors = sample_anchors(features, drafter.trained_depth, drafter.anchor_share, step_key)
         hidden = drafter(features, None if anchors is None else anchors.at)
@@ -64,7 +64,7 @@ class JointStep(nn.Module):
         super().__init__()
         self.source, self.backbone, self.lora = source, drafter.backbone, lora
         self.original = LiveFeatures(self.backbone, ()) if lora.kl_weight else None
-        self.heads = TrainStep(source.teacher, drafter, settings, compiled)
+        self.heads = TrainStep(drafter, settings, compiled)
         self.adapter = nn.ParameterList(self.backbone.trainable.values())
 
     def forward(self, batch: Batch, step_key: StepKey, rise: float) -> Sums:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.heads.lora import add_lora, lora_weights, merged
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.support.devices import not_compilable
 from headstart.support.errors import UserError
@@ -91,12 +90,6 @@ class DrafterTrainer:
         return dict(self.drafter.named_parameters()) | _named_adapter(self.drafter.backbone)
 
     @property
-    def merges(self) -> bool:
-        """Saved weights have the drafter's adapter added."""
-        lora = split_drafter(self.recipe.drafter)[0].lora
-        return lora is not None and lora.merge
-
-    @property
     def sharded(self) -> bool:
         return bool(self.accelerator.is_fsdp2)
 
@@ -158,29 +151,27 @@ class DrafterTrainer:
         self.skipped, self.consecutive_skips = self.skipped + 1, self.consecutive_skips + 1
 
     @contextmanager
-    def eval_weights(self, merge: bool = True) -> Iterator[Drafter]:
+    def eval_weights(self) -> Iterator[Drafter]:
         """Yield the drafter for evaluation and saving, with averaged weights if there is an average. All processes must enter.
 
         A sharded drafter is gathered into an unsharded copy in the main process, or in all processes if the backbone is sharded, since
-        all of them then evaluate. ``merge``: with an adapter on the drafter, yield a copy with the adapter added to the weights.
+        all of them then evaluate.
         """
         if self.sharded:
-            drafter = self._gathered()
-            yield merged(drafter) if merge and drafter is not self.drafter else drafter
+            yield self._gathered()
         else:
             with in_place_of_weights(self.average):
-                yield merged(self.drafter) if merge else self.drafter
+                yield self.drafter
 
     @torch.no_grad()
     def _gathered(self) -> Drafter:
         tensors = {name: full_tensor(tensor) for name, tensor in self.drafter.tensors().items()}
-        changed = {**lora_weights(self.drafter), **(self.average.weights if self.average else {})}
-        changed = {name: full_tensor(tensor) for name, tensor in changed.items()}
+        averaged = {name: full_tensor(tensor) for name, tensor in (self.average.weights if self.average else {}).items()}
         if not (self.accelerator.is_main_process or is_sharded(self.drafter.backbone)):
             return self.drafter
         copy = build(self.recipe, self.drafter.backbone, fresh=False)
         copy.load_tensors(tensors)
-        for name, tensor in changed.items():
+        for name, tensor in averaged.items():
             copy.get_parameter(name).copy_(tensor)
         return copy
 
@@ -224,7 +215,7 @@ class DrafterTrainer:
 def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
     """Build a recipe's drafter, in fp32 on the backbone's device.
 
-    It is initialised with the recipe's seed if ``fresh``, else without weights, which must be loaded. An adapter on it is attached.
+    It is initialised with the recipe's seed if ``fresh``, else without weights, which must be loaded.
     """
     set_seed(recipe.seed)
     options, arguments = split_drafter(recipe.drafter)
@@ -232,8 +223,6 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
     drafter = make(options.kind, backbone, arguments).to(device=backbone.device, dtype=torch.float32).train()
     for weight in drafter.frozen():
         weight.requires_grad_(False)
-    if (lora := options.lora) is not None:
-        add_lora(drafter, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
     if recipe.train.gradient_checkpointing:
         recompute(drafter)
     return drafter
@@ -244,7 +233,7 @@ def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: 
     lora, adapter = recipe.backbone.lora, drafter.backbone.trainable
     if recipe.train.compile and (reason := not_compilable(accelerator.device)):
         raise UserError(f"train.compile=true: {reason}, or set train.compile=false")
-    step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective, recipe.train.compile)
+    step: nn.Module = TrainStep(drafter, recipe.objective, recipe.train.compile)
     if lora is not None:
         step = JointStep(source, drafter, recipe.objective, lora, recipe.train.compile)
     optimizer = build_optimizer(drafter, recipe.train, adapter.values(), 1.0 if lora is None else lora.lr_ratio)

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,7 +17,7 @@ from headstart.heads.backbone.gguf_config import read_gguf_config
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.backbone.weight_files import weight_files
-from headstart.heads.checkpoint import AGAIN, METADATA, check_contract, read_drafter, read_metadata
+from headstart.heads.checkpoint import AGAIN, METADATA, check_contract, read_metadata
 from headstart.heads.draft_model import DRAFT_DEPTH
 from headstart.support.devices import NAMES, torch_dtype
 from headstart.support.errors import UserError
@@ -58,7 +57,6 @@ class Checkpoint:
     config: dict[str, Any]
     """``config.json``."""
     tensors: dict[str, Tensor]
-    """The weights, with the drafter's own adapter, if any, added to them."""
     backbone: str
     """Folder or hub id of the backbone."""
     served: str
@@ -138,7 +136,7 @@ def read_checkpoint(path: str, backbone: str | None) -> Checkpoint:
     method = method_of(card["kind"], card["arguments"])
     if method not in METHODS:
         raise UserError(f"{path} holds heads of kind {method!r}, which is code of your own; engines read {', '.join(METHODS)}")
-    config, tensors = _files(path, folder, card) if "adapter" not in card["weights"] else _merged(path, folder, card, name)
+    config, tensors = _files(path, folder, card)
     return Checkpoint(path, folder, card, method, config, tensors, name, name)
 
 
@@ -174,13 +172,3 @@ def _files(path: str, folder: Path, card: dict[str, Any]) -> tuple[dict[str, Any
         return read_json(folder / "config.json", AGAIN), load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())[:200]}; train or fetch the heads again") from None
-
-
-def _merged(path: str, folder: Path, card: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read weights with the drafter's own adapter (drafter.lora) added to them, which takes the backbone."""
-    drafter = read_drafter(path, folder, card, load_backbone(name, dtype="fp32", device="cpu"))
-    stored = read_json(folder / "config.json", AGAIN).get("dtype")
-    dtype = getattr(torch, str(stored), None) if stored in NAMES.values() else None
-    with torch.no_grad():
-        drafter = drafter if dtype is None else drafter.to(dtype)
-        return drafter.engine_config(), {key: tensor.detach() for key, tensor in drafter.tensors().items()}

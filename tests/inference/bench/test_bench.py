@@ -17,10 +17,7 @@ from headstart.inference.bench.page import report_page
 from headstart.inference.bench.results import busy, memory_bandwidth, repeated_ngrams, weight_bytes
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, conclusions, print_report, rows_at
-from headstart.inference.bench.timing import OtherPrograms, median_seconds
-from headstart.inference.capture.capture import Capturer
-from headstart.inference.capture.captured import PATIENCE
-from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.bench.timing import OtherPrograms
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
@@ -136,20 +133,6 @@ def test_what_other_programs_use_is_seen_and_what_this_one_uses_is_not(monkeypat
     assert others.processors == pytest.approx((4 - 1.4) / 2)
 
 
-def test_a_cold_function_is_timed_once_it_is_captured():
-    times = []
-    captured = Capturer("auto", torch.device("cpu")).capture(lambda held, x: x + 1, "f")
-
-    def work():
-        with Stopwatch() as watch:
-            captured(None, torch.ones(3))
-        times.append(watch.valid)
-
-    assert median_seconds(work, 5, cold=True, device=torch.device("cpu")) > 0
-    assert not times[PATIENCE] and all(times[-5:]) and captured.captures_made == 1
-
-
-@pytest.mark.slow
 def test_the_report_says_what_was_captured_and_why_not(heads, monkeypatch):
     on = heads.backbone
     traced = SpeculativeModel(on, heads.drafter, capture="trace")

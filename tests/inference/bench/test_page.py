@@ -27,7 +27,7 @@ NASTY = "</pre><script>alert(1)</script> $x_1$ & \"'\x1b[31m 漢"
 def report() -> dict:
     heads, prompter = talker()
     prompts = [Prompt(prompter.ask(text), task) for text, task in ((f"{NASTY} two & two", "a<b"), ("six", "qa"))]
-    plan = Plan(8, (0.0, 1.0), tree=TreeShape(9, 3), batches=(1, 2), replay=True)
+    plan = Plan(8, (0.0, 1.0), tree=TreeShape(9, 3), batches=(1, 2))
     two = SpeculativeModel(heads.backbone, random_drafter("eagle3", heads.backbone, depth=4), capture="off")
     results = compare([("out/<m>", heads), ("e", two)], prompts, plan, prompter)
     return results | {"backbone": "tiny & small", "prompts_files": ["p.jsonl"]}
@@ -38,7 +38,7 @@ def test_a_page_complete_in_itself(report: dict) -> None:
     read = Reader(text)
     assert not re.search(r"<script|<link|<img|@import|url\([^#]|src=|href=\"[^#]", text)  # of another place; "#" is in the page
     assert ("meta", "charset", "utf-8") in read.attributes
-    for expected in ("tiny & small", "out/<m>", "a<b", "Acceptance by depth", "Speed by batch size", "MBU", "two & two"):
+    for expected in ("tiny & small", "out/<m>", "a<b", "Acceptance by depth", "Speed by batch size", "MBU"):
         assert expected in read.words, expected
     for row in (*report["baselines"], *report["results"]):
         assert f"{row['tokens_per_second']:.1f}" in read.words and f"{row['mbu']:.0%}" in read.words
@@ -46,24 +46,9 @@ def test_a_page_complete_in_itself(report: dict) -> None:
         assert all(f"{share:.2f}" in read.words for one in row["tasks"].values() for share in one["acceptance_per_depth"])
     assert text.count("<svg") == 2
     assert text.count("<table>") == len(re.findall(r'<div class="scroll">\s*<table>', text)) > 1 and ".scroll { overflow-x: auto" in text
-    bare = report | {"results": [row | {"acceptance_per_depth": []} for row in report["results"] if row["batch"] == 1], "replays": []}
+    bare = report | {"results": [row | {"acceptance_per_depth": []} for row in report["results"] if row["batch"] == 1]}
     words = Reader(report_page(json.loads(json.dumps(bare)))).words
-    assert "tokens/s" in words and not [one for one in ("Speed by batch", "Acceptance by", "Replay") if one in words]
-
-
-def test_the_replay_holds_every_token_of_all_runs(report: dict) -> None:
-    assert len(report["replays"]) == 4  # the first prompt of each task, at each temperature
-    read = Reader(report_page(report))
-    for one in report["replays"]:
-        texts = ["".join(token for step in run["passes"] for token in step["tokens"]) for run in one["runs"]]
-        assert len(texts) == 3 and len(set(texts)) == 1 and texts[0] in read.words
-        alone, *drafted = one["runs"]
-        assert all(step["tree"] is None for step in alone["passes"]) and any(step["tree"] for run in drafted for step in run["passes"])
-        for run in drafted:
-            times = [step["at"] for step in run["passes"]]
-            assert times == sorted(times) and times[0] >= 0
-            for step in run["passes"]:
-                assert step["tree"] is None or (step["tree"].count("✓"), step["tree"].count("→")) == (len(step["tokens"]) - 1, 1)
+    assert "tokens/s" in words and not [one for one in ("Speed by batch", "Acceptance by") if one in words]
 
 
 def test_a_comparison_has_the_changes(report: dict) -> None:

@@ -20,8 +20,6 @@ from headstart.cli.main import main
 from headstart.heads.backbone.adapter import new_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.checkpoint import load_drafter
-from headstart.heads.lora import add_lora
 from headstart.inference.serving.export import Request, export
 from headstart.inference.serving.layouts.files import PROVENANCE
 from headstart.support.files import file_hash
@@ -197,22 +195,6 @@ def test_an_adapter_is_merged_or_kept(home: Path, tmp_path: Path) -> None:
     adapted(home, tmp_path / "dora", dora=True)
     assert "DoRA" in refused(tmp_path, "dora", "medusa", tmp_path / "no", adapter="keep")
     assert "without an adapter" in refused(home, "medusa", "medusa", tmp_path / "no", adapter="keep")
-
-
-def test_an_adapter_of_the_heads_is_added_to_their_weights(home: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    where = str(home / "backbone")
-    drafter = random_drafter("eagle3", load_backbone(where), depth=2)
-    add_lora(drafter, 2, 4.0)
-    assert drafter.lora is not None
-    for weight in drafter.lora.weights.values():
-        weight.data.normal_(std=0.2)
-    drafter.save_pretrained(tmp_path / "heads")
-    _, _, tensors = exported(tmp_path, "heads", "vllm", tmp_path / "out")
-    whole = load_drafter(tmp_path / "heads", load_backbone(where)).tensors()
-    stored = load_file(tmp_path / "heads" / "model.safetensors")
-    assert tensors.keys() == whole.keys() and all(torch.allclose(tensors[name], whole[name]) for name in whole)
-    assert not torch.equal(tensors["fc.weight"], stored["fc.weight"])
 
 
 def test_the_command(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,13 +64,13 @@ def test_from_conversations_to_a_report(inputs: tuple[Path, Path], tmp_path: Pat
     assert "with the live backbone, since there is no feature cache yet" in stopped.stdout
     done = run_warm(command)
     assert done.returncode == 0, done.stderr
-    assert steps(done.stdout) == ["(plan)", "(regenerate)", "(hold-out)", "cache", "train", "tune", "bench"]
+    assert steps(done.stdout) == ["(plan)", "(regenerate)", "(hold-out)", "cache", "train", "bench"]
     assert "size      " in done.stderr and "Every token of every prompt is identical" in done.stdout
     report = json.loads((out / "report.json").read_text())
     assert report["prompts"] == 3 and {row["temperature"] for row in report["results"]} == {0.0, 1.0}
-    assert (out / "report.html").exists() and (out / "heads" / "tuned.json").exists()
+    assert (out / "report.html").exists()
     second = run_warm(command)
-    assert steps(second.stdout) == [f"({name})" for name in ("plan", "regenerate", "hold-out", "cache", "train", "tune", "bench")]
+    assert steps(second.stdout) == [f"({name})" for name in ("plan", "regenerate", "hold-out", "cache", "train", "bench")]
     assert "all done" in second.stdout and second.returncode == 0
     other = run_warm([*command, "train.lr=1e-4"])
     assert other.returncode == 2 and "train.lr (was 0.0005, now 0.0001)" in other.stderr
@@ -93,7 +93,7 @@ def test_from_conversations_to_a_report(inputs: tuple[Path, Path], tmp_path: Pat
         (("--cores", "2", "model"), "unknown option --cores"),
         (("--processes",), "--processes needs a value"),
         (("--processes", "0", "m", "r", "o"), "--processes is a whole number of at least 1; got '0'"),
-        (("--until", "dawn", "m", "r", "o"), "--until is plan, regenerate, cache, train, tune or bench; got 'dawn'"),
+        (("--until", "dawn", "m", "r", "o"), "--until is plan, regenerate, cache, train or bench; got 'dawn'"),
         (("m", "r", FOLDER / "run.sh"), "OUT is a folder; "),
         (("m", "r", "/proc/nowhere"), "/proc/nowhere cannot be made; choose another OUT"),
     ],
@@ -137,6 +137,6 @@ def test_what_is_held_out_is_asked_nowhere_else(tmp_path: Path) -> None:
 def test_too_few_rows_to_hold_out(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps({"text": f"a text {i}"}) + "\n" for i in range(15)))
     done = hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 4)
-    assert done.returncode == 2 and "has 15 rows; with 4 held out to tune on and 4 to measure on" in done.stderr
+    assert done.returncode == 2 and "has 15 rows; with 4 held out to evaluate on and 4 to measure on" in done.stderr
     assert done.stderr.count("\n") == 1 and not (tmp_path / "data").exists()
     assert hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 3).returncode == 0

@@ -92,7 +92,7 @@ def gradients(features: Features, drafter: Drafter) -> tuple[Tensor, list[Tensor
     drafter.zero_grad()
     drafter.requires_grad_(True)
     settings = Objective(terms={"kl": 0.5, "ce": 0.5}, chunk_size=16)
-    sums = objective(FusedLoss(settings, drafter.backbone, drafter), features, drafter(features))
+    sums = objective(FusedLoss(settings, drafter), features, drafter(features))
     loss = sums.loss / count_label_tokens(features.loss_mask_BT, features.document_BT)
     loss.backward()
     return loss.detach(), [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]

@@ -39,17 +39,15 @@ def command(server: StatesServer, folder: Path, *more: str) -> list[str]:
     return [str(folder / "recipe.yaml"), *endpoint, *answers, "regenerate.prompt_tokens=6", f"cache.dir={folder}/cache", *more]
 
 
-@pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_the_cache_has_the_backbones_own_features(teacher: str, served: StatesServer, tmp_path: Path, capsys: Any) -> None:
-    more = [f"cache.teacher={teacher}", "cache.dtype=exact", "cache.top_k=16"]
-    assert main(["regenerate", *command(served, tmp_path, *more), "--json", str(tmp_path / "report.json")]) == 0
+def test_the_cache_has_the_backbones_own_features(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
+    assert main(["regenerate", *command(served, tmp_path, "cache.dtype=exact"), "--json", str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["rows_written"] == 40 and report["cache"]["shards_missing"] == 0
     assert f"next      train with data.train={tmp_path}/answers.jsonl cache.dir={tmp_path}/cache" in capsys.readouterr().err
     generated = [body for body in served.asked if body["kv_transfer_params"]["include_output_tokens"]]
     assert len(generated) == 40 and len(served.asked) - len(generated) == 1, "but for those that start values come from, none is read twice"
     assert list(served.folder.iterdir()) == [] and not (tmp_path / "cache" / "answers").exists()
-    options = [f"data.train={tmp_path}/answers.jsonl", f"cache.dir={tmp_path}/cache", *more, f"save.dir={tmp_path}/out"]
+    options = [f"data.train={tmp_path}/answers.jsonl", f"cache.dir={tmp_path}/cache", "cache.dtype=exact", f"save.dir={tmp_path}/out"]
     run = prepare(load_recipe(tmp_path / "recipe.yaml", options))
     run.log.close()
     assert isinstance(run.source, CachedFeatures) and len(run.feed.samples) == 36
@@ -60,8 +58,7 @@ def test_the_cache_has_the_backbones_own_features(teacher: str, served: StatesSe
         assert kept.taps is not None and read.taps is not None
         for tap in (1, 3, 5):  # the last token was generated, and never an input
             torch.testing.assert_close(kept.taps[tap][:, :-1], read.taps[tap][:, :-1], rtol=1e-4, atol=1e-5)
-        if teacher == "hidden":
-            torch.testing.assert_close(kept.hidden_BTD[:, :-1], read.hidden_BTD[:, :-1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kept.hidden_BTD[:, :-1], read.hidden_BTD[:, :-1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_from_it_learns_what_it_learns_live(served: StatesServer, tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""What earlier versions had is refused in one line that says what takes its place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.heads.checkpoint import METADATA, read_metadata
+from headstart.support.errors import UserError
+
+RECIPE = "recipes/quickstart/eagle3.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", RECIPE, "drafter.lora.rank=4"], "unknown key drafter.lora; it is gone: heads are trained whole, from drafter.init"),
+        (
+            ["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"],
+            "cache.teacher; it is gone: a cache holds the final hidden states",
+        ),
+        (["tune", "--heads", "heads"], "; it is gone: decoding times this machine in its first steps"),
+        (["bench", "--prompts", "p.jsonl", "--draft-sink=3"], "arguments: --draft-sink=3; it is gone: say --num-sink-tokens"),
+    ],
+)
+def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(words)
+    except SystemExit as exit:
+        status = exit.code
+    error = capsys.readouterr().err
+    assert status == 2 and said in error and error.count("\n") == 1
+
+
+def test_heads_with_an_adapter_of_their_own_are_refused(tmp_path: Path) -> None:
+    shutil.copytree("recipes/quickstart/heads/mlp", tmp_path / "heads")
+    card = json.loads((tmp_path / "heads" / METADATA).read_text())
+    card["weights"]["adapter"] = "0" * 64
+    (tmp_path / "heads" / METADATA).write_text(json.dumps(card))
+    with pytest.raises(UserError, match="in an adapter .drafter.lora., which is gone; train heads whole from drafter.init"):
+        read_metadata(tmp_path / "heads")
