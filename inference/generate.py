@@ -34,7 +34,6 @@ from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.handover import entry, handed_streamer, turn
 from headstart.inference.output import GenerateOutput, output_of
 from headstart.inference.runtime import Engine
-from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.forced import ForcedProposer
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
@@ -171,11 +170,6 @@ class SpeculativeModel:
                 say_undeclared(name_of(processor))
         with turn(model), self.running():
             engine = self.engine(speculate and not request.in_order and bool(self.drafters or self.proposers))
-            if engine.capturer.unchecked:
-                from headstart.inference.self_check.check import self_check
-
-                engine.reader.start(request.limit)
-                self_check(engine.reader, engine.speculation.of_kind(DrafterSource), engine.capturer)
             with engine.speculation.beside(self._forced_source if speculate and request.processing.forces else None):
                 decoder: Decoder | BeamDecoder
                 if request.beams is not None:

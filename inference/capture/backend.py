@@ -75,8 +75,6 @@ class Backend(ABC):
     name: ClassVar[str]
     fixed: ClassVar[bool] = False
     """A capture is for one combination of sizes and for stores in fixed memory: sizes are padded, so that few occur."""
-    checked: ClassVar[bool] = False
-    """Before a model's first captured text, captured passes are compared with uncaptured ones (inference/self_check)."""
     spot_checks: ClassVar[bool] = True
     """Some of the texts are read again by the uncaptured model (inference/runtime.py)."""
     most_captures: ClassVar[int] = 64

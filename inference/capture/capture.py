@@ -73,8 +73,6 @@ class Capturer:
         self.patience = PATIENCE if name == "auto" else 0
         self.functions: list[Captured] = []
         self.memory = FixedMemory()
-        self.unchecked = self.backend is not None and self.backend.checked
-        """True until captured passes were compared with uncaptured ones (`Backend.checked`)."""
         self.accelerator = self.fixed or is_accelerator(device)
         """Sizes are chosen as on an accelerator, where nodes cost little and calls much."""
 

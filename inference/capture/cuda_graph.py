@@ -2,7 +2,8 @@
 
 A graph reads and writes at the addresses it was recorded with. Stores, such as KV caches, therefore lie in fixed memory
 (`headstart.heads.kv.rows`), and a graph is replayed only while they lie where they did. All other tensors are copied in at
-every call, and results that are no held tensors are copied out.
+every call, and results that are no held tensors are copied out. A graph is replayed once when it is recorded, and is not used if its results
+differ from the function's by more than rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.kv.rows import FixedMemory, is_same_memory
-from headstart.inference.capture.backend import Backend, Call, Capture, Function
+from headstart.inference.capture.backend import Backend, Call, Capture, Function, all_nearly_equal
 from headstart.inference.capture.writes import Writes
 from headstart.support.pytree import builder, flatten
 
@@ -27,7 +28,6 @@ class AtFixedAddresses(Backend):
     """Base of backends that replay operations at the addresses they were recorded with; subclasses record them."""
 
     fixed = True
-    checked = True
     most_captures = 512
 
     def variant(self, call: Call) -> Hashable:
@@ -41,9 +41,9 @@ class AtFixedAddresses(Backend):
     def capture(self, function: Function, call: Call) -> Capture:
         return Replay(self, function, call)
 
-    def warm_up(self, work: Callable[[], list[Tensor]]) -> None:
-        """Do the work once: libraries choose their kernels on first use, which a recording cannot contain."""
-        work()
+    def warm_up(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Do the work once, for its results: libraries choose their kernels on first use, which a recording cannot contain."""
+        return work()
 
     @abstractmethod
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
@@ -70,12 +70,13 @@ class CudaGraph(AtFixedAddresses):
             _pools[self.memory] = Pool()
         return _pools[self.memory]
 
-    def warm_up(self, work: Callable[[], list[Tensor]]) -> None:
+    def warm_up(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
         stream = self.pool.stream  # libraries have a workspace for each stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work()
+            results = work()
         torch.cuda.current_stream().wait_stream(stream)
+        return results
 
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         pool, graph = self.pool, torch.cuda.CUDAGraph()
@@ -139,9 +140,13 @@ class Replay(Capture):
 
         held = tensors[: len(given)]
         with Writes(held) as writes:
-            backend.warm_up(work)
+            expected = [result.clone() for result in backend.warm_up(work)]
         writes.undo()
         self.results, self.replay = backend.record(work)
+        writes.undo()
+        self.replay()
+        if not all_nearly_equal(self.results, expected):
+            raise RuntimeError("a replay gives other results")
         writes.undo()
         self.build = builder(structure)
         self.returned = [self._place_of(result, held) for result in self.results]

@@ -55,7 +55,6 @@ class Recorded(AtFixedAddresses):
     """Records operations."""
 
     name = "cuda-graph"
-    checked = False  # tests/inference/test_self_check.py has it checked
     recordings: list[str] = []
     """Of all instances: the modules of the functions recorded, in order."""
     _pools: WeakKeyDictionary[FixedMemory, list[list[Tensor]]] = WeakKeyDictionary()

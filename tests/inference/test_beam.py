@@ -232,7 +232,7 @@ def test_ids_alone_small_batches_and_captured_passes() -> None:
             {"speculate": False},
         ):
             assert torch.equal(say(of, rows, **ours, **options), truth), ours
-    assert of.engine(True).reader.made
+    assert of.engine(True).reader.read.made
 
 
 def test_proposers() -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.heads.kv.rows import AHEAD, STEP, FixedMemory, octave_up, padded_rows, rounded_up
 from headstart.inference.capture import cuda_graph
-from headstart.inference.capture.capture import Capturer, CaptureReport, choose
+from headstart.inference.capture.capture import BACKENDS, Capturer, CaptureReport, choose
 from headstart.inference.capture.captured import PATIENCE, Captured
-from headstart.inference.capture.cuda_graph import CudaGraph
+from headstart.inference.capture.cuda_graph import AtFixedAddresses, CudaGraph
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.capture.writes import Writes
 from headstart.inference.engine.tree import graph_size
@@ -152,7 +152,7 @@ def test_a_gpu_captures_by_name_alone_and_its_first_calls_are_not_timed() -> Non
     """Until CUDA graphs have run on a GPU with the texts that were wrong there."""
     backend, reason = choose("auto", torch.device("cuda"))
     assert backend is None and str(reason).startswith("auto captures nothing on cuda until") and "choose a backend by name" in str(reason)
-    assert choose("cuda-graph", torch.device("cuda")) == (CudaGraph, None) and CudaGraph.checked and CudaGraph.fixed
+    assert choose("cuda-graph", torch.device("cuda")) == (CudaGraph, None) and CudaGraph.fixed
     captured = Capturer("off", torch.device("cuda")).capture(lambda held, x: x * 2, "the function")  # loads kernels at new shapes
     for size, valid in ((2, False), (2, True), (3, False), (2, True)):
         with Stopwatch() as watch:
@@ -260,6 +260,27 @@ def test_a_failed_recording_leaves_the_thread_on_its_stream_and_later_ones_work(
     cuda.fail = ""
     good(None, torch.ones(2))
     assert good.captures_made == 1 and not good.fallback and capturer.report() == CaptureReport("cuda-graph", f"bad: {bad.fallback}")
+
+
+def test_a_graph_that_gives_other_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "cuda-graph", lambda: Deaf)
+    captured, held = Capturer("cuda-graph", torch.device("cpu")).capture(lambda held, x: held.add_(x), "adding"), torch.ones(2)
+    for count in (1, 2):
+        assert captured(held, torch.ones(2)).tolist() == [1 + count] * 2 and held.tolist() == [1 + count] * 2
+    assert captured.fallback == "not capturable by cuda-graph: RuntimeError: a replay gives other results"
+
+
+class Deaf(AtFixedAddresses):
+    """Replays do nothing."""
+
+    name = "cuda-graph"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return None
+
+    def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        return work(), lambda: None
 
 
 def test_threads_record_one_after_another(cuda: FakeCuda) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from architectures import Architecture, served
 from every_head import VARIANTS, every_head
-from families import left_padded, prompts, random_drafter, say, tiny
+from families import Scripted, left_padded, prompts, random_drafter, say, tiny
 from recorded import Recorded, cpu_as_accelerator, shallow
 
 from headstart.heads.backbone.backbone import Backbone
@@ -25,8 +25,6 @@ from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.self_check import check
-from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.source import Draft
 from headstart.inference.speculation.speculation import Speculation
 
@@ -92,13 +90,17 @@ def test_every_head_drafts_and_writes_the_same(
 @pytest.mark.parametrize(
     "architecture", [pytest.param(one, marks=() if one.name in SWIFT else pytest.mark.slow, id=one.name) for one in served()]
 )
-def test_every_family_reads_the_same(architecture: Architecture, graphs: type[Recorded]) -> None:
-    """Known texts in trees of random sizes, of which whole paths are accepted, in a batch and alone."""
-    of = SpeculativeModel(Backbone(architecture.model()), capture="cuda-graph")
-    of.drafters = [random_drafter("eagle3", of.backbone, depth=3)]
-    engine = of.engine(True)
-    assert not check._fault(engine.reader, engine.speculation.of_kind(DrafterSource))
-    fallbacks = [one.fallback for one in functions(of) if one.fallback]
+def test_every_family_writes_the_same(architecture: Architecture, graphs: type[Recorded], sizes: Any) -> None:
+    """In trees of random sizes, of which whole paths are accepted, in a batch and alone."""
+    on = Backbone(architecture.model())
+    for rows in (left_padded(prompts((9, 1, 14))), left_padded(prompts((5,)))):
+        truth = say(SpeculativeModel(on, capture="off"), rows, max_new_tokens=12, do_sample=False)
+        pads = (rows["attention_mask"] == 0).sum(1).tolist()
+        knowing = Scripted(on, [text[pad:] for text, pad in zip(truth.tolist(), pads, strict=True)], "nearly")
+        of = SpeculativeModel(on, random_drafter("eagle3", on, depth=3), proposers=[knowing], capture="cuda-graph")
+        sizes(3)
+        assert torch.equal(say(of, rows, max_new_tokens=12, do_sample=False), truth)
+    fallbacks = [one.fallback for one in functions(of) if one.fallback and "Scripted" not in one.fallback]
     assert all("not permitted when stream is capturing" in fallback for fallback in fallbacks), fallbacks
     assert not fallbacks or architecture.name not in SWIFT
 

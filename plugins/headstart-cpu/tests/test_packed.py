@@ -151,7 +151,7 @@ def test_packed_passes_write_the_same_sequences(family: str) -> None:
         truth = say(plain, rows, speculate=False, **options)
         assert torch.equal(say(heads, rows, tree=TreeShape(12, 4), **options), truth)
         assert torch.equal(say(heads, rows, speculate=False, **options), truth)
-    assert heads.engine(True).reader.made and heads.engine(True).reader.read.fallback is None
+    assert heads.engine(True).reader.read.made and heads.engine(True).reader.read.fallback is None
 
 
 def test_weights_changed_in_place_are_packed_anew() -> None:
