@@ -2,8 +2,8 @@
 
 A graph reads and writes at the addresses it was recorded with. Stores, such as KV caches, therefore lie in fixed memory
 (`headstart.heads.kv.rows`), and a graph is replayed only while they lie where they did. All other tensors are copied in at
-every call, and results that are no held tensors are copied out. A graph is replayed once when it is recorded, and is not used if its results
-differ from the function's by more than rounding.
+every call, and results that are no held tensors are copied out. A graph is replayed once when it is recorded, and is not
+used if its results differ from the function's by more than rounding.
 """
 
 from __future__ import annotations
