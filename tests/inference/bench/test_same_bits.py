@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from families import SIZES, VOCAB, backbone, build, prompts, random_drafter, shake, tiny
+from families import SIZES, VOCAB, backbone, build, prompts, random_drafter, say, shake, tiny
+from needs import needs_a_compiler
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
 from headstart.inference.bench import logits
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.logits import LogitsComparison, continued
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture import onednn
+from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
+from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
 from headstart.support.chat.prompts import Prompt
 from headstart.support.devices import bf16_instructions
@@ -63,6 +65,19 @@ def test_drafts_change_no_bit_at_released_widths(dtype: torch.dtype, capture: st
     model = tiny("llama", **RELEASED, vocab_size=VOCAB)
     shake(model)
     assert compared(Backbone(model.to(dtype)), 32, (0.0,), (1, 2), capture) == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("capture", ["off", "trace", pytest.param("compile", marks=[pytest.mark.slow, needs_a_compiler])])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=needs_bf16)])
+def test_the_settings_of_the_demo_change_no_token(dtype: Any, capture: BackendName) -> None:
+    """The embedded model with heads that ship, greedy and sampled; docs/decode.md names where bits may differ, on which processors."""
+    on = load_backbone("embedded", dtype=dtype, device="cpu")
+    heads, plain = load("embedded-mlp", on, capture=capture), load(None, on, capture=capture)
+    tokenizer = load_tokenizer("embedded")
+    for text, sample in itertools.product(("def add(a, b):", "for name in names:"), (False, True)):
+        rows = tokenizer(text, return_tensors="pt")
+        options: dict[str, Any] = {"max_new_tokens": 44, "do_sample": sample} | ({"seed": 0} if sample else {})
+        assert torch.equal(say(heads, rows, **options), say(plain, rows, **options)), (text, sample)
 
 
 @pytest.mark.parametrize("slots", [128, 1088])
