@@ -14,7 +14,7 @@ from accelerate.hooks import CpuOffload
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from headstart.heads.backbone.adapter import require_no_prompt
+from headstart.heads.backbone.adapter import SHARED, changes_tables, require_alike
 from headstart.heads.backbone.masks import attention_windows, follows_no_mask, reads_ahead
 from headstart.heads.backbone.recurrent import TRAINABLE, Branch, Recurrent, find_recurrent
 from headstart.heads.backbone.versions import CACHE
@@ -147,10 +147,11 @@ def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
     if model is not backbone.model:
         raise UserError(f"these heads are on another model object ({backbone.name}); load them with backbone=this model")
     require_weights(model)
-    require_no_prompt(model)
+    require_alike(model)
     parts = (base_of(model), model.get_input_embeddings(), model.get_output_embeddings())
     if parts != (backbone.base, backbone.embed, backbone.unembed) or backbone.unembed.weight.shape[0] != backbone.vocab:
-        raise UserError("the model's embedding, output layer or decoder was replaced or resized since heads were loaded; load them anew")
+        replaced = "the model's embedding, output layer or decoder was replaced or resized since heads were loaded; load them anew"
+        raise UserError(SHARED if changes_tables(model) else replaced)
     if model._forward_hooks or model._forward_pre_hooks:
         raise UserError(
             "hooks on the model as a whole are not called: passes run its decoder and its output layer; put them on model.base_model, its "
