@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ ADAPTER = "adapter"
 """The folder of the backbone's adapter in a heads checkpoint."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SUPPORTED = "supported: adapters that change the layers alike for every token, such as LoRA and DoRA"
+SHARED = "the adapter changes the embedding or the output layer, which heads share; adapt the decoder layers alone"
+UNLIKE = ("POLY", "SHADOW", "XLORA")
 SCALING = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 """Settings that determine an adapter's output together with its weights."""
 BASE_LAYER = ".base_layer."
@@ -41,21 +44,15 @@ class Adapter:
     """The active adapter of a PEFT model, of a kind that changes the model's layers, such as LoRA."""
 
     def __init__(self, peft: PeftModel) -> None:
-        from peft.tuners.tuners_utils import BaseTuner
-
         self.peft = peft
-        if not isinstance(peft.base_model, BaseTuner):
-            raise UserError(f"{peft.peft_type} adapters change the prompt, not the layers; {SUPPORTED}")
-        if peft.peft_config[peft.active_adapter].to_dict().get("alora_invocation_tokens"):
-            raise UserError(f"the adapter is switched on by tokens of the prompt (aLoRA); {SUPPORTED}")
         self.model: PreTrainedModel = peft.get_base_model()
+        require_alike(self.model, peft)
         self.loaded_here = False
         """True if it was put on a model by `load_adapter`, not by the caller."""
         self.parameters = _adapter_parameters(self.model, peft.base_model.prefix)
         self.dropouts = [module for name, module in self.model.named_modules() if f"{peft.base_model.prefix}dropout" in name]
-        tables = [module for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if module is not None]
-        if any(weight is table_weight for weight in self.parameters.values() for table in tables for table_weight in table.parameters()):
-            raise UserError("the adapter changes the embedding or the output layer, which heads share; adapt the decoder layers alone")
+        if changes_tables(self.model):
+            raise UserError(SHARED)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -95,15 +92,61 @@ class Adapter:
 
 
 def unwrap(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, Adapter | None]:
-    """Return the underlying model and its adapter, if any."""
+    """Return the underlying model and its adapter, if it has one that is identified and trained. Raises UserError as `require_alike`."""
     if "peft" not in sys.modules:  # no PeftModel can exist
         return model, None
-    from peft import PeftModel
+    from peft import PeftMixedModel, PeftModel
+    from peft.tuners.adaption_prompt import AdaptionPromptModel
 
-    if not isinstance(model, PeftModel):
-        return model, None
-    adapter = Adapter(model)
-    return adapter.model, adapter
+    if isinstance(model, PeftModel) and not isinstance(model.base_model, AdaptionPromptModel):
+        adapter = Adapter(model)
+        return adapter.model, adapter
+    inner = model.base_model.model if isinstance(model, (PeftModel, PeftMixedModel)) else model
+    require_alike(inner, model)
+    return inner, None
+
+
+def require_alike(model: PreTrainedModel, given: nn.Module | None = None) -> None:
+    """Raise UserError if adapters do not change the model's layers alike for every token.
+
+    ``given``: the model, or the `PeftModel` around it, when it is loaded. None: in a call of ``generate``, whose hooks by PEFT are then
+    taken off, which an error leaves on.
+    """
+    if "peft" not in sys.modules:
+        return
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    owner = given or getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)  # PEFT's, during a call
+    config = owner.active_peft_config if isinstance(owner, PeftModel) else None
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer) and not module.disable_adapters]
+    active, stated = {name for layer in layers for name in layer.active_adapters}, vars(model).get("peft_config") or {}
+    unlike = [one.peft_type.value for one in stated.values() if layers and one.peft_type.value in UNLIKE]
+    tables = [module._forward_pre_hooks for module in model.modules()]
+    hooks = [(table, number) for table in tables for number, hook in table.items() if _by_row(hook)]
+    if config is not None and config.is_prompt_learning:
+        reason = f"{config.peft_type.value} adapters change the prompt, not the layers"
+    elif unlike:
+        reason = f"{unlike[0]} adapters change the layers by the task of a row or by a pass before"
+    elif any(stated[name].to_dict().get("alora_invocation_tokens") for name in active if name in stated):
+        reason = "the adapter is switched on by tokens of the prompt (aLoRA)"
+    elif hooks:
+        reason = "each row has an adapter of its own (adapter_names)"
+    else:
+        return
+    for table, number in hooks if given is None else []:
+        del table[number]
+    raise UserError(f"{reason}; {SUPPORTED}")
+
+
+def changes_tables(model: PreTrainedModel) -> bool:
+    """True if PEFT has replaced the embedding or the output layer."""
+    return any(type(one).__module__.startswith("peft.") for one in (model.get_input_embeddings(), model.get_output_embeddings()))
+
+
+def _by_row(hook: Any) -> bool:
+    """True for a hook with which PEFT tells a layer the adapters of the rows, or where they begin."""
+    return isinstance(hook, partial) and hook.func.__module__.startswith("peft.")
 
 
 def new_adapter(
@@ -176,13 +219,6 @@ def _added(peft: Any, model: PreTrainedModel, config: PeftConfig) -> PeftModel:
 def remove(wrapped: PeftModel) -> None:
     """Take the adapter off the model, whose own layers are put back in their places."""
     wrapped.base_model.unload()
-
-
-def require_no_prompt(model: PreTrainedModel) -> None:
-    """Raise UserError in a call of ``generate`` by a `PeftModel` whose prompt, which passes of heads do not read, is before the tokens."""
-    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model)  # PEFT's, during the call
-    if owner is not model and owner.active_peft_config.is_prompt_learning:
-        raise UserError(f"{owner.peft_type} adapters change the prompt, not the layers; {SUPPORTED}")
 
 
 def tuner_state(model: nn.Module) -> tuple[Any, ...]:

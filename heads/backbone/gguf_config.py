@@ -27,7 +27,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 MEANINGS: dict[str, str] = {
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size ffn_hidden_size n_inner", "vocab_size": "vocab_size",
-    "use_parallel_residual": "use_parallel_residual", "full_attention_interval": "full_attention_interval",
+    "use_parallel_residual": "use_parallel_residual",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input", "expert_count": "num_local_experts num_experts",
     "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "logit_scale": "logit_scale",
@@ -50,6 +50,11 @@ ELSEWHERE = {
     "ssm.inner_size", "tensor_data_layout",
 }  # fmt: skip
 """Keys that `_set_rope` reads, that transformers reads in its own way, or that change nothing of the models that it reads."""
+PATTERNS = {"attention.sliding_window_pattern": "sliding_attention", "full_attention_interval": "linear_attention",
+            "attention.recurrent_layers": "linear_attention"}  # fmt: skip
+"""Kinds of layers of which a key says where they are."""
+UNUSED = {"context_length", "attention.layer_norm_epsilon"}
+"""Keys that llama.cpp needs or writes for models without a table of positions, or with another norm (src/models/gemma3.cpp)."""
 TOKENIZER = re.compile(r"chat_template|huggingface|\.(model|pre|tokens|token_type.*|scores|merges|add_(bos|eos)_token|add_space_prefix)$")
 """What is read of the tokenizer (gguf_tokenizer.py), or says nothing of its ids."""
 LARGE = {"gemma2": 46, "gemma3": 62}
@@ -98,10 +103,10 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
         attribute = next((one for one in MEANINGS.get(name, "").split() if one in known), None)
         if name.startswith("rope."):
             read = _set_rotary(config, name.removeprefix("rope."), value)
-        elif name == "attention.sliding_window_pattern":
-            read = _pattern(value, config) == known.get("layer_types")
+        elif name in PATTERNS:
+            read = _pattern(value, config, PATTERNS[name]) == known.get("layer_types")
         elif attribute is None or (name == "attention.sliding_window" and known.get("use_sliding_window") is False):
-            read = value == implied.get(name)
+            read = name in UNUSED or value == implied.get(name)
         elif isinstance(value, list):  # for each layer
             read = known[attribute] == value or {*value} - {0} == {known[attribute]}
         else:
@@ -117,10 +122,10 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
         config.query_pre_attn_scalar = width // heads if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim
 
 
-def _pattern(value: Any, config: PretrainedConfig) -> list[str]:
-    """Return the kind of each layer: with a window where the list says so, or in all but the last of each group of so many."""
-    windows = value if isinstance(value, list) else [(layer + 1) % value != 0 for layer in range(config.num_hidden_layers)]
-    return ["sliding_attention" if window else "full_attention" for window in windows]
+def _pattern(value: Any, config: PretrainedConfig, kind: str) -> list[str]:
+    """Return the kind of each layer: this one where the list says so, or in all but the last of each group of so many."""
+    layers = value if isinstance(value, list) else [(layer + 1) % value != 0 for layer in range(config.num_hidden_layers)]
+    return [kind if of_the_kind else "full_attention" for of_the_kind in layers[: config.num_hidden_layers]]
 
 
 def _set_rotary(config: PretrainedConfig, name: str, value: Any) -> bool:

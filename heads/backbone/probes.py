@@ -14,20 +14,22 @@ from accelerate.hooks import CpuOffload
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from headstart.heads.backbone.adapter import require_no_prompt
+from headstart.heads.backbone.adapter import SHARED, changes_tables, require_alike
 from headstart.heads.backbone.masks import attention_windows, follows_no_mask, reads_ahead
 from headstart.heads.backbone.recurrent import TRAINABLE, Branch, Recurrent, find_recurrent
 from headstart.heads.backbone.versions import CACHE
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
 
 
 def width_of(backbone: Backbone) -> int:
-    """Return the width of the model's layers. Raises UserError if its embeddings or its output layer have another (OPT-350m's have)."""
+    """Return the width of the model's layers. Raises UserError if embeddings or output layer have another (OPT-350m), or are not one."""
     width, name = backbone.config.hidden_size, type(backbone.model).__name__
     for part, module in (("embeddings", backbone.embed), ("an output layer", backbone.unembed)):
+        if module is None or isinstance(module, nn.ModuleList):
+            raise UserError(f"{name} does not name {part} for text, or several; heads need a model with one, perhaps that within it")
         if (own := module.weight.shape[-1]) != width:
             raise UserError(f"{name} has {part} of width {own} and layers of width {width}; heads need a model of one width")
     return int(width)
@@ -114,7 +116,11 @@ def find_postprocessing(backbone: Backbone) -> Callable[[Tensor], Tensor]:
     """
     config = backbone.config.to_dict()
     tokens = torch.arange(2, device=backbone.device)[None]
-    logits = backbone.model(input_ids=tokens, use_cache=False).logits
+    try:
+        logits = backbone.model(input_ids=tokens, use_cache=False).logits
+    except ValueError as error:
+        name = type(backbone.model).__name__
+        raise UserError(f"{name} does not read text alone ({cause(error)}); heads need a model that does") from None
     raw = backbone.unembed(backbone.base(input_ids=tokens, use_cache=False).last_hidden_state)
     errors = {}
     for rule, apply in POSTPROCESS.items():
@@ -147,10 +153,11 @@ def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
     if model is not backbone.model:
         raise UserError(f"these heads are on another model object ({backbone.name}); load them with backbone=this model")
     require_weights(model)
-    require_no_prompt(model)
+    require_alike(model)
     parts = (base_of(model), model.get_input_embeddings(), model.get_output_embeddings())
     if parts != (backbone.base, backbone.embed, backbone.unembed) or backbone.unembed.weight.shape[0] != backbone.vocab:
-        raise UserError("the model's embedding, output layer or decoder was replaced or resized since heads were loaded; load them anew")
+        replaced = "the model's embedding, output layer or decoder was replaced or resized since heads were loaded; load them anew"
+        raise UserError(SHARED if changes_tables(model) else replaced)
     if model._forward_hooks or model._forward_pre_hooks:
         raise UserError(
             "hooks on the model as a whole are not called: passes run its decoder and its output layer; put them on model.base_model, its "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,46 @@ def test_a_copy_of_the_model_takes_heads_of_its_own() -> None:
     of = SpeculativeModel(Backbone(twin), None)
     say(of, {"input_ids": prompts()[0][None]}, max_new_tokens=5, streamer=streamer)
     assert len(streamer.got) == 6
+
+
+LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+KOSMOS = {"embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 4, "vocab_size": 40}
+
+
+def speaks_of_images() -> transformers.PreTrainedModel:
+    """Its output layer is in the language model within it."""
+    pytest.importorskip("transformers.models.nemotron_h_omni")  # not in transformers 5.20
+    sizes = {"head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "num_key_value_heads": 2, "vocab_size": 40}
+    text = {**LAYERS, **sizes, "layers_block_type": ["full_attention", "mlp"]}
+    config = transformers.NemotronH_Omni_Reasoning_V3_Config(
+        text_config=text,
+        vision_config=LAYERS | {"image_size": 32, "video_temporal_patch_size": 2},
+        projector_hidden_size=32,
+        vision_hidden_size=32,
+    )
+    return transformers.NemotronH_Omni_Reasoning_V3(config)
+
+
+def needs_an_image() -> transformers.PreTrainedModel:
+    config = transformers.Kosmos2Config(text_config=KOSMOS, vision_config=LAYERS | {"image_size": 28}, latent_query_num=4)
+    return transformers.Kosmos2ForConditionalGeneration(config)
+
+
+def writes_sounds() -> transformers.PreTrainedModel:
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40, "num_codebooks": 4}
+    return transformers.MusicgenForCausalLM(transformers.MusicgenDecoderConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    "made, said",
+    [
+        (speaks_of_images, "NemotronH_Omni_Reasoning_V3 does not name an output layer for text, or several; heads need a model with one"),
+        (writes_sounds, "MusicgenForCausalLM does not name embeddings for text, or several"),
+        (needs_an_image, "Kosmos2ForConditionalGeneration does not read text alone .You have to specify either `pixel_values` or"),
+    ],
+)
+def test_models_of_other_things_than_text(made: Callable[[], transformers.PreTrainedModel], said: str) -> None:
+    for trees in (True, False):
+        with pytest.raises(UserError, match=said) as caught:
+            Backbone(made().eval(), trees=trees)
+        assert "\n" not in str(caught.value)

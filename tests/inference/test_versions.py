@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import peft
 import pytest
 import torch
 from families import prompts, random_drafter, say, tiny
@@ -110,24 +109,6 @@ def test_a_model_whose_own_loop_loses_it() -> None:
     with_own(model, other)
     assert not torch.equal(model.generate(**ROW, **HOW), plain), "transformers' own"
     assert torch.equal(say(heads, ROW, **HOW), plain)
-
-
-@pytest.mark.parametrize("kind", ["prefix", "prompt", "p-tuning"])
-def test_a_learned_prompt_is_refused_at_the_call_too(kind: str) -> None:
-    """PEFT calls the plain model's generate, on which heads can be loaded, and has its prompt in the inputs alone."""
-    model, shared = tiny("llama"), {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
-    config: Any = {
-        "prefix": lambda: peft.PrefixTuningConfig(**shared),
-        "prompt": lambda: peft.PromptTuningConfig(**shared),
-        "p-tuning": lambda: peft.PromptEncoderConfig(**shared, encoder_hidden_size=16),
-    }[kind]()
-    heads = headstart.load(None, backbone=model, capture="off")
-    wrapped = peft.get_peft_model(model, config)
-    with pytest.raises(UserError, match="_TUNING adapters change the prompt, not the layers; supported: .* LoRA and DoRA$"):
-        wrapped.generate(**ROW, **HOW, custom_generate=heads.generate)
-    with pytest.raises(UserError, match="adapters change the prompt, not the layers"):
-        headstart.load(None, backbone=wrapped)
-    assert torch.equal(say(heads, ROW, **HOW), model.generate(**ROW, **HOW)), "the model without it"
 
 
 @pytest.mark.parametrize("installed, said", [("5.24.9", False), ("5.20.0", False), ("5.25.0.dev0", True), ("6.0.0", True)])
