@@ -24,12 +24,12 @@ from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import AGAIN, METADATA, chat_of, load_drafter, read_metadata
 from headstart.inference.adaptive.acceptance import Acceptance
-from headstart.inference.capture.capture import BackendName
+from headstart.inference.capture.capture import BackendName, warn_once
 from headstart.inference.capture.watch import dependencies
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.noise import row_seeds
-from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_sides
+from headstart.inference.engine.request import Request, read_request, require_all_rows, require_memory, require_sides
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.handover import entry, handed_streamer, turn
 from headstart.inference.output import GenerateOutput, output_of
@@ -67,6 +67,8 @@ class SpeculativeModel:
     ) -> None:
         if backbone.whole and backbone.refusal is not None:
             raise UserError(backbone.refusal)
+        if backbone.dependence is not None:
+            warn_once(backbone.dependence)
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
         self.measured: dict[bool, dict[str, Any]] = {}
         """What the drafter's drafts were worth in its training's evaluation, greedy (False) or sampled (True), as `Acceptance.to_json`."""
@@ -153,6 +155,9 @@ class SpeculativeModel:
         streamer = handed_streamer(model) if streamer is None else streamer
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         require_sides(request, self.backbone)
+        if self.backbone.dependence is not None:
+            require_apart(request, self.backbone)
+            speculate, batch_size = False, 1
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
         if batch_size is not None:
             require_count("batch_size", batch_size, of="generate")
@@ -199,6 +204,12 @@ class SpeculativeModel:
             for drafter in self.drafters:
                 stack.enter_context(Evaluation(drafter)())
             yield
+
+
+def require_apart(request: Request, backbone: Backbone) -> None:
+    """Raise UserError for beams on a model with a `dependence`: they share passes."""
+    if request.beams is not None:
+        raise UserError(f"beams share passes, where {backbone.dependence}; allowed: num_beams=1")
 
 
 def load(

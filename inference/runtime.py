@@ -60,7 +60,7 @@ class SpotCheck:
 
     def after(self, decoder: Decoder) -> None:
         """Judge one of the texts of a call if it is its turn."""
-        if not self.capturer.spot_checks or _paused.get():
+        if not self.capturer.spot_checks or _paused.get() or self.backbone.dependence is not None:  # it reads a text in one pass
             return
         with _numbering:
             numbers = [next(_numbers) for _ in decoder.texts.of]

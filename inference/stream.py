@@ -76,11 +76,12 @@ def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Qu
     """
     assert not queue.settings.stop
     with turn(heads.backbone.model), heads.running():
-        engine = heads.engine(queue.speculate and bool(heads.drafters or heads.proposers))
+        together = heads.backbone.dependence is None
+        engine = heads.engine(queue.speculate and together and bool(heads.drafters or heads.proposers))
         request, shape = _request(heads.backbone.device, queue), queue.settings.tree
         seeds_B = torch.zeros(queue.batch_size, dtype=torch.int64, device=heads.backbone.device) if request.sample else None
         fixed = shape if isinstance(shape, TreeShape) else None
-        decoder = Decoder(engine.reader, engine.speculation, request, fixed, seeds_B, queue.batch_size)
+        decoder = Decoder(engine.reader, engine.speculation, request, fixed, seeds_B, queue.batch_size if together else 1)
         rows = _Rows(decoder, take, queue)
         while live := rows.fill():
             forward = decoder.step() if decoder.admit() else None

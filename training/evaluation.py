@@ -82,7 +82,7 @@ def _guarded(run: Run, work: Callable[[], None]) -> None:
 
 def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSignal) -> bool:
     """Decode the held-out prompts, and log the results unless a signal ended it."""
-    if not run.backbone.whole or run.backbone.refusal is not None:
+    if not run.backbone.whole or run.backbone.refusal is not None or run.backbone.dependence is not None:
         return _measure_stored(run, trainer, drafter)
     settings, prompts = run.recipe.eval, run.prompts
     run.log.say(

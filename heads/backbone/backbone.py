@@ -44,6 +44,8 @@ class Backbone:
 
     whole = True
     """The layers are in memory."""
+    dependence: str | None = None
+    """Why a token's result depends on the others of a pass, so that drafts rest and rows are decoded one at a time; None if it does not."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False, trees: bool = True) -> None:
         """Raises UserError for a model whose trees cannot be verified; without ``trees``, `refusal` then says why."""
@@ -67,8 +69,7 @@ class Backbone:
         self.dim: int = width_of(self)
         self.vocab: int = self.unembed.weight.shape[0]
         self.num_layers: int = self.config.num_hidden_layers
-        stated = self.config.to_dict()
-        self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
+        self.max_positions: int | None = (stated := self.config.to_dict()).get("max_position_embeddings") or stated.get("n_positions")
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
         self.layers = decoder_layers(model, self.num_layers)
@@ -129,8 +130,7 @@ class Backbone:
             self.attach(str(folder))
             if self.adapter_digest != digest:
                 raise UserError(f"the adapter in {folder} is changed (its hash is not the one in headstart.json); fetch the heads again")
-        present = self.adapter_digest
-        if present != digest and not allow_other:
+        if (present := self.adapter_digest) != digest and not allow_other:
             trained = "without an adapter on the backbone" if digest is None else f"with adapter {digest} on the backbone"
             raise UserError(f"{checkpoint} was trained {trained}; this one carries {present or 'none'}: load the backbone anew for them")
 

@@ -37,17 +37,20 @@ class Judging:
         self._read: dict[tuple[Any, ...], Judgement] = {}
 
     def add(self, row: Row, measured: SystemResult, seed: int) -> Entry:
-        """Judge every text of an entry of the report; prompt ``i`` has seed ``seed + i``."""
-        asked = [(i, *pair) for i, texts in measured.sequences.items() for pair in zip(measured.prompts[i], texts, strict=True)]
+        """Judge every text of an entry of the report; prompt ``i`` has seed ``seed + i``. With a `dependence` texts are only compared."""
         entry = Entry(row, measured)
+        self.entries.append(entry)
+        if self.judge.backbone.dependence is not None:  # one pass over a text computes other logits
+            return entry
+        asked = [(i, *pair) for i, texts in measured.sequences.items() for pair in zip(measured.prompts[i], texts, strict=True)]
         for i, prompt_T, answer_T in tqdm(asked, desc=f"judging {measured.system.name}", unit="text", leave=False, delay=1.0):
             entry.texts.append(self._text(prompt_T, answer_T, row["temperature"], seed + i))
-        self.entries.append(entry)
         return entry
 
     def add_logits(self, entry: Entry, prompt_T: Tensor, answer_T: Tensor, logits_TV: Tensor, seed: int) -> None:
         """Judge a further text of an entry and the logits that its first tokens were chosen by."""
-        entry.with_logits.append(self._text(prompt_T, answer_T, entry.row["temperature"], seed, logits_TV))
+        if self.judge.backbone.dependence is None:
+            entry.with_logits.append(self._text(prompt_T, answer_T, entry.row["temperature"], seed, logits_TV))
 
     def _text(self, prompt_T: Tensor, answer_T: Tensor, temperature: float, seed: int, logits_TV: Tensor | None = None) -> Judgement:
         key = (temperature, seed if temperature > 0 else None, tuple(prompt_T.tolist()), tuple(answer_T.tolist()))
@@ -64,7 +67,7 @@ class Judging:
     def finish(self, report: Row) -> None:
         """Fill in ``teacher_forced`` and ``verdict`` of every entry, and the size of rounding and the ``verdict`` of the report."""
         rounding = self.judge.rounding
-        report["rounding"] = {"size": rounding.size, "tolerance": rounding.tolerance, "texts": rounding.texts}
+        report["rounding"] = {"size": rounding.size, "tolerance": rounding.tolerance, "texts": rounding.texts, "beside": rounding.beside}
         for entry in self.entries:
             entry.row |= {"teacher_forced": entry.counts(rounding.tolerance), "verdict": entry.verdict(rounding.tolerance)}
         theirs = {*map(id, report["results"]), *(id(row) for row in report["baselines"] if row["name"] == AR)}
@@ -86,7 +89,7 @@ class Entry:
         """None: it is compared with no other text, and nothing is wrong with it."""
         if any(not judged.worst[0] <= tolerance for judged in [*self.texts, *self.with_logits]):
             return FAULT
-        return {True: IDENTICAL, False: NEAR_TIE, None: None}[self.row["identical"]]
+        return {True: IDENTICAL, False: NEAR_TIE if self.texts else FAULT, None: None}[self.row["identical"]]
 
     def counts(self, tolerance: float) -> Row:
         """Tokens judged, near-ties and faults among them and the largest shortfall; positions whose logits were kept, those that are off
@@ -138,9 +141,13 @@ def _fault(report: Row, rows: list[Row]) -> str:
     found = "; ".join(f"{name(row)} {setting(row)} {_wrong(row['teacher_forced'])}" for row in rows)
     captured = any((row["capture"] or {}).get("backend", "off") != "off" for row in rows)
     off = " If --capture off mends it, a capture is at fault." if captured else ""
+    size, beside = report["rounding"]["size"], report["rounding"]["beside"]
+    other = (
+        f" A token's logits change by up to {beside:.2g} with the tokens beside it in a pass, so drafts change the text." if beside else ""
+    )
     return (
-        f"FAULT: {found}. The model's passes of other widths differ by {report['rounding']['size']:.2g} at most by themselves, so this is"
-        f" no rounding; please report it.{off}"
+        f"FAULT: {found}. The model's passes of other widths differ by {size:.2g} at most by themselves, so this is"
+        f" no rounding; please report it.{other}{off}"
     )
 
 

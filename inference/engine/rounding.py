@@ -8,6 +8,8 @@ pieces of several widths, and compared with one pass over the whole text. Pieces
 - as chains of a tree, with the cache, masks and attention of decoding. What differs there may be a fault instead, so it counts at most
   as much as moving the output of every layer by a unit in the last place does (`nudged`).
 
+Where a token's logits depend on which tokens stand beside it in a pass, that is no rounding either: then both count at most as much.
+
 Shape suffixes: T positions, N positions of a piece, R positions compared, V vocabulary.
 """
 
@@ -24,7 +26,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import nudged
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader
-from headstart.inference.engine.tree import chain
+from headstart.inference.engine.tree import CandidateTree, chain
 
 WIDTHS = (64, 8, 1)
 """Positions of a piece: trees, batches and plain steps multiply 1 to some hundred rows, a whole text more."""
@@ -32,6 +34,10 @@ WIDTHS = (64, 8, 1)
 
 REGION = 64
 """Positions at the end of a text that are read again."""
+
+
+SIBLINGS = 24
+"""Tokens that are read beside each other, at one position."""
 
 
 MARGIN = 3.0
@@ -46,6 +52,8 @@ class Rounding:
         self.measured = 0.0
         self.texts = 0
         """Texts that it was measured on."""
+        self.beside = 0.0
+        """By how much the logits after a token change with the tokens beside it in a pass of one width, where no rounding explains it."""
         self.largest_logit = 0.0
         """The largest absolute value of the logits seen."""
 
@@ -71,11 +79,14 @@ class Rounding:
         expected_RV = self._whole(ids_T, start)
         with nudged(self.backbone.layers):
             nudging = difference(self._whole(ids_T, start), expected_RV)
+        beside = self._beside(ids_T, start) if 0 < start < len(ids_T) - 1 else 0.0
+        self.beside = max(self.beside, beside) if beside > MARGIN * nudging else self.beside
         for width in WIDTHS if start else ():
             if width < WIDTHS[0] and time.perf_counter() > deadline:
                 break
             by_model, by_trees = (difference(read(ids_T, start, width), expected_RV) for read in (self._by_model, self._by_trees))
-            self.measured = max(self.measured, *(one for one in (by_model, min(by_trees, nudging)) if math.isfinite(one)))
+            both = (min(by_model, nudging) if self.beside else by_model, min(by_trees, nudging))
+            self.measured = max(self.measured, *(one for one in both if math.isfinite(one)))
         self.see(expected_RV)
         self.texts += 1
 
@@ -104,6 +115,17 @@ class Rounding:
             found.append(self.reader.tree(cache, chain(piece_N.tolist()))[1][0].float())
             cache.keep([[*range(len(piece_N))]], [len(piece_N)])
         return torch.cat(found)
+
+    def _beside(self, ids_T: Tensor, start: int) -> float:
+        """The largest change of the logits after some of the following tokens, each read among all of them and among copies of itself."""
+        _, cache = self.reader.prompts(ids_T[None, :start], torch.tensor([start], device=ids_T.device))
+        root, *tokens = ids_T[start : start + SIBLINGS].tolist()
+
+        def siblings(tokens: list[int]) -> Tensor:
+            return self.reader.tree(cache, CandidateTree([[root, *tokens]], [[0] * (1 + len(tokens))]))[1][0, 1:].float()
+
+        among_NV = siblings(tokens)
+        return max(difference(siblings([tokens[at]] * len(tokens))[at, None], among_NV[at, None]) for at in range(0, len(tokens), 4))
 
 
 def difference(logits_RV: Tensor, others_RV: Tensor) -> float:
