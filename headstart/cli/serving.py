@@ -41,9 +41,6 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         help="a backbone adapter that the heads were trained with: write the backbone with the adapter merged into it beside the heads "
         "(merge, the default), or the adapter as it is (keep)",
     )  # fmt: skip
-    parser.add_argument(
-        "--quantize", choices=("int8", "fp8"), help="store the decoder layers' linear weights in 8 bits, as compressed-tensors does"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
 
 
@@ -54,7 +51,7 @@ def export(args: argparse.Namespace) -> int:
     from headstart.support.files import write_json
 
     quiet()
-    report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter, args.quantize))
+    report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter))
     print("\n".join(exporting.lines(report, args.out)))
     write_json(args.json, report)
     return 0

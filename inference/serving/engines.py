@@ -126,39 +126,6 @@ def nearest(name: str, allowed: list[str]) -> UserError:
     return UserError(f"unknown format {name!r}; {did_you_mean(name.lower(), allowed)}allowed: {', '.join(allowed)}")
 
 
-QUANTIZED = {
-    ("vllm", "eagle3"): "loading run in 0.32.0",
-    ("vllm", "eagle"): "loading run in 0.32.0",
-    ("vllm", "dflash"): "loading run in 0.32.0",
-    ("sglang", "eagle3"): "read in the source of commit 03d5a77",
-}
-"""Engine and method -> how it is known that 8-bit heads load (tests/engines/test_quantized.py). Their kernels run on a GPU only."""
-QUANTIZED_LAYOUTS = ("eagle3", "eagle", "dflash")
-
-
-def require_quantizable(how: str, method: str, layout: str, engine: str | None) -> None:
-    """Raise UserError unless some engine (or the one given) reads quantised heads of this method in this layout."""
-    reading = [name for name, other in QUANTIZED if other == method]
-    if not reading or layout not in QUANTIZED_LAYOUTS:
-        allowed = ", ".join(METHODS[one] for one in dict.fromkeys(one for _, one in QUANTIZED))
-        raise UserError(
-            f"no engine is known to read {how} {METHODS[method]} heads in the layout {layout}; --quantize is for {allowed} heads in the"
-            f" layouts {', '.join(QUANTIZED_LAYOUTS)}: leave it out"
-        )
-    if engine is not None and engine not in reading:
-        others = ", ".join(ENGINES[name] for name in reading)
-        raise UserError(f"{ENGINES[engine]} is not known to read {how} {METHODS[method]} heads; known: {others}; leave out --quantize")
-
-
-def quantize_notes(how: str, method: str) -> list[str]:
-    """Return what quantisation changed, and how it is known that engines read it, in one line each."""
-    readers = ", ".join(f"{ENGINES[engine]} ({version})" for (engine, other), version in QUANTIZED.items() if other == method)
-    return [
-        f"the decoder layers' linear weights are stored in {how}, a scale for each row; fc, norms and the output layer are unchanged",
-        f"{how} kernels of engines run on a GPU only and were not run here; known of {readers}: compare acceptance before you serve them",
-    ]
-
-
 # Launch lines.
 
 LORA_NAME = "adapted"

@@ -18,19 +18,15 @@ from headstart.heads.checkpoint import recipe_section
 from headstart.inference.serving.engines import (
     ENGINES,
     METHODS,
-    QUANTIZED,
     Served,
     launch_line,
     nearest,
-    quantize_notes,
     readers,
     require_engine,
-    require_quantizable,
 )
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype, read_checkpoint
 from headstart.inference.serving.layouts.files import PROVENANCE, new_folder, require_new
 from headstart.inference.serving.layouts.layout import ServedLayout, layouts_of
-from headstart.inference.serving.layouts.quantize import How
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_json
 
@@ -53,8 +49,6 @@ class Request:
     """From where engines load the backbone (None: from where it was trained)."""
     dtype: Dtype = "auto"
     adapter: Literal["merge", "keep"] = "merge"
-    quantize: How | None = None
-    """Store the weights of linear layers in 8 bits."""
 
 
 def export(request: Request) -> dict[str, Any]:
@@ -70,13 +64,11 @@ def export(request: Request) -> dict[str, Any]:
     heads = read_checkpoint(request.heads, request.backbone)
     layout, engine = _chosen(request.to, heads, known)
     rank = _rank(heads, request.adapter, engine)
-    if request.quantize is not None:
-        require_quantizable(request.quantize, heads.method, layout.name, engine)
     if heads.adapter is not None and request.adapter == "merge":
         heads = replace(heads, served=str(request.out.absolute() / BACKBONE))
     layouts_of(heads.method)[0].check(heads, heads.config, heads.tensors)
     with new_folder(request.out) as folder:
-        layout.write(heads, request.dtype, folder, request.quantize)
+        layout.write(heads, request.dtype, folder)
         if heads.adapter is not None:
             if request.adapter == "merge":
                 _write_merged(heads, folder)
@@ -155,14 +147,10 @@ def _report(heads: Checkpoint, request: Request, layout: ServedLayout, served: S
     if served.adapter is not None:
         asked = ("vllm",)
     reading = {name: entry for name, entry in readers(heads.method).items() if name in asked and name not in unread}
-    same = "the checkpoint's own layout: names, shapes, values and layer numbers checked"
-    notes = layout.notes(heads) or [same + (", nothing changed" if request.quantize is None else "")]
+    notes = layout.notes(heads) or ["the checkpoint's own layout: names, shapes, values and layer numbers checked, nothing changed"]
     notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
     if find_gguf(heads.backbone) is not None:
         notes.append("the backbone is a GGUF file, which few engines load; the heads fit the model's safetensors too (--backbone)")
-    if request.quantize is not None:
-        reading = {name: entry for name, entry in reading.items() if (name, heads.method) in QUANTIZED}
-        notes += quantize_notes(request.quantize, heads.method)
     notes += _template_notes(heads)
     if request.dtype != "auto":
         notes.append(f"weights are written in {request.dtype}")
@@ -180,7 +168,6 @@ def _report(heads: Checkpoint, request: Request, layout: ServedLayout, served: S
         "engines": list(reading),
         "contract": heads.card["contract"],
         "dtype": request.dtype,
-        "quantize": request.quantize,
         "depth": heads.depth,
         "adapter": None if heads.adapter is None else request.adapter,
         "notes": notes,

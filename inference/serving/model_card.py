@@ -144,7 +144,6 @@ def _training(heads: Heads, data: list[str]) -> dict[str, Any]:
         **counts,
         "chat template": f"hash {given['chat_template']}" if given.get("chat_template") else "",
         "layout": heads.layout,
-        "weights of the decoder layers": heads.quantize,
         "made with": ", ".join(f"{name} {number}" for name, number in given.get("versions", {}).items()),
         "commit of Headstart": given.get("commit"),
     }

@@ -77,8 +77,6 @@ class Heads:
     """The folder of the training run, which may be gone."""
     layout: str | None = None
     """Of an exported folder; None: a checkpoint."""
-    quantize: str | None = None
-    """Of an exported folder with weights in 8 bits: int8 or fp8."""
     saved: Checkpoint | None = None
     """None: an exported folder."""
 
@@ -178,7 +176,7 @@ def _exported(path: Path, base_model: str | None) -> Heads:
     try:
         trained, adapter, of = stated["heads"], stated["adapter"], Path(stated["heads"]["path"])
         method, depth, engines = stated["method"], int(stated["depth"]), tuple(stated["engines"])
-        layout, quantize, contract, backbone = stated["layout"], stated["quantize"], dict(stated["contract"]), str(stated["backbone"])
+        layout, contract, backbone = stated["layout"], dict(stated["contract"]), str(stated["backbone"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path / EXPORTED} is damaged ({type(error).__name__}: {error}); export the heads again") from None
     if not any(path.glob("*.safetensors")):
@@ -190,7 +188,7 @@ def _exported(path: Path, base_model: str | None) -> Heads:
     names = {file.relative_to(path) for file in path.rglob("*") if file.is_file() and file.name != "README.md"}
     files = tuple(sorted(name for name in names if not any(part.startswith(".") for part in name.parts)))
     known = base_model or _hub_id(card["backbone"])
-    return Heads(path, method, {**card, "contract": contract}, known, depth, engines, files, of, layout, quantize)
+    return Heads(path, method, {**card, "contract": contract}, known, depth, engines, files, of, layout)
 
 
 def _hub_id(backbone: str) -> str | None:

@@ -32,7 +32,6 @@ NOT_RUN = {
     "headstart import": "downloads; tests/inference/serving/test_import.py imports every layout",
     "someone/": "downloads; tests/inference/serving/test_verify_exports.py",
     "--heads smollm2": "downloads; tests/real/test_shipped_heads.py",
-    "--quantize": "of heads of another shape; tests/heads/test_quantized.py",
     "my_head": "in order: tests/headstart/test_own_head.py",
 }
 """Part of a command -> why it is only parsed."""

@@ -68,7 +68,9 @@ def exports(home: Path, folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
                 yield out.name, {"refused": ""}
                 continue
             files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.name != PROVENANCE]
-            contents = {path.name: path.read_bytes().replace(str(home).encode(), b"HOME").replace(str(out).encode(), b"OUT") for path in files}
+            contents = {
+                path.name: path.read_bytes().replace(str(home).encode(), b"HOME").replace(str(out).encode(), b"OUT") for path in files
+            }
             yield out.name, {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents.items()}
 
 

@@ -19,7 +19,6 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, Files
 from headstart.inference.serving.layouts.parts import IDS
-from headstart.inference.serving.layouts.quantize import How, quantized
 from headstart.inference.serving.layouts.reader.base import Reading
 from headstart.support.errors import UserError
 
@@ -127,13 +126,10 @@ class ServedLayout(Layout):
         require_shapes(self.stated(Files(heads.path, heads.folder, config, shapes, loaded=tensors), sizes), self.copies, heads.path)
         require_vocabulary(tensors, heads.path)
 
-    def write(self, heads: Checkpoint, dtype: Dtype, folder: Path, quantize: How | None = None) -> None:
+    def write(self, heads: Checkpoint, dtype: Dtype, folder: Path) -> None:
         """Write the files into an empty folder, checked. Raises UserError."""
         contents = self.lay_out(heads, dtype)
         self.check(heads, contents.config, contents.tensors)
-        if quantize is not None:
-            config, tensors = quantized(contents.config, contents.tensors, quantize)
-            contents = replace(contents, config=config, tensors=tensors)
         contents.write(folder)
 
     # Reading.

@@ -26,7 +26,6 @@ from headstart.heads.mtp import Mtp
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import DamagedError, Files, require_finite, require_new
 from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes
-from headstart.inference.serving.layouts.quantize import How
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.eagle import MtpReader
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
@@ -113,7 +112,7 @@ class MtpStitch(RenamedLayout):
     name, title, methods, engines = "mtp-stitch", "MTP modules", ("mtp",), ("vllm", "sglang")
     order = 8
 
-    def write(self, heads: Checkpoint, dtype: Dtype, folder: Path, quantize: How | None = None) -> None:
+    def write(self, heads: Checkpoint, dtype: Dtype, folder: Path) -> None:
         if dtype != "auto":
             raise UserError(f"--dtype {dtype} is not for mtp-stitch, which writes the dtype of the backbone's checkpoint; leave it out")
         if heads.adapter is not None:

@@ -1,48 +1,24 @@
-"""Weights of exported heads in 8 bits, in the layout of compressed-tensors: the linear layers of the decoder layers, a scale per row.
+"""Weights of others' heads in 4 or 8 bits, in the layout of compressed-tensors, and the fp32 weights that they stand for.
 
-Weights alone are quantised; engines multiply them with activations in the model's dtype. ``fp8`` stores ``weight`` (float8_e4m3fn) and
-``weight_scale``; ``int8`` stores four values in each int32 of ``weight_packed``, ``weight_scale`` and ``weight_shape``. Norms, the output
-layer and ``fc`` stay as they are: SGLang's ``fc`` is an ordinary linear layer, which would take 8-bit values for weights. What others
-quantise in that layout is read too, in 4 bits and with scales per group.
+``weight`` (8 bits a value) or ``weight_packed`` and ``weight_shape`` (several values in each int32) stand beside ``weight_scale``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headstart.support.errors import UserError
 
-How = Literal["int8", "fp8"]
-QUANTIZED = re.compile(r"(midlayer|layers\.\d+)\.(self_attn|mlp)\.\w+_proj\.weight")
-FORMATS: dict[How, str] = {"int8": "pack-quantized", "fp8": "float-quantized"}
-READ = (*FORMATS.values(), "int-quantized", "naive-quantized")
+READ = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 """Formats of compressed-tensors that are read: values of one number each with a scale."""
 ASYMMETRIC = ("_zero_point", "_g_idx")
 PARTS = ("_scale", "_shape", *ASYMMETRIC)
 """Ends of the names of what stands beside a weight's values."""
 GIVE = "give the heads that were quantised"
-LARGEST = {"int8": 127.0, "fp8": 448.0}
-"""The value that a row's largest weight is mapped to."""
-IGNORED = ["re:.*fc$", "re:.*lm_head$", "re:.*embed_tokens$", "re:.*markov_head.*", "re:.*confidence_head.*"]
-
-
-def quantized(config: Mapping[str, Any], tensors: Mapping[str, Tensor], how: How) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return both with the weights of the decoder layers' linear layers in 8 bits. Raises UserError if rows cannot be packed."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if QUANTIZED.fullmatch(name):
-            if how == "int8" and tensor.shape[1] % 4:
-                raise UserError(f"{name} has rows of {tensor.shape[1]} values; int8 weights are packed by four: use --quantize fp8")
-            found |= {f"{name}{suffix}": part for suffix, part in _quantize(tensor, how).items()}
-        else:
-            found[name] = tensor
-    assert len(found) > len(tensors), "no tensor of the layout has a name that is quantised"
-    return {**config, "quantization_config": _config(how)}, found
 
 
 def stated_format(config: Mapping[str, Any]) -> str | None:
@@ -56,11 +32,6 @@ def stated_format(config: Mapping[str, Any]) -> str | None:
         named = f"{method} {how or ''}".strip() + (" with other weights left out or rotated" if how in READ else "")
         raise UserError(f"the heads are quantised by {named}; read are compressed-tensors' {', '.join(READ)}: {GIVE}")
     return str(how)
-
-
-def own_way(config: Mapping[str, Any]) -> How | None:
-    """Return how `quantized` wrote a folder; None: it did not."""
-    return next((how for how in FORMATS if config.get("quantization_config") == _config(how)), None)
 
 
 def dequantized(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,29 +72,3 @@ def _spread(name: str, scale: Tensor, shape: torch.Size) -> Tensor:
     for dim, size in enumerate(shape):
         scale = scale.repeat_interleave(size // scale.shape[dim], dim) if scale.shape[dim] > 1 else scale
     return scale
-
-
-def _quantize(weight_OI: Tensor, how: How) -> dict[str, Tensor]:
-    """Return the tensors that replace a weight, by the end of their names."""
-    weight = weight_OI.detach().float()
-    scale = (weight.abs().amax(1, keepdim=True) / LARGEST[how]).clamp(min=torch.finfo(torch.float32).tiny)
-    if how == "fp8":
-        return {"": (weight / scale).clamp(-LARGEST[how], LARGEST[how]).to(torch.float8_e4m3fn), "_scale": scale}
-    scale = scale.to(weight_OI.dtype)  # the dtype in which it is multiplied
-    values = (weight / scale.float()).round().clamp(-128, 127)
-    packed = (values + 128).to(torch.uint8).contiguous().view(torch.int32)
-    return {"_packed": packed, "_scale": scale, "_shape": torch.tensor(weight.shape, dtype=torch.int64)}
-
-
-def _config(how: How) -> dict[str, Any]:
-    """Return ``quantization_config`` of ``config.json``."""
-    weights = {"num_bits": 8, "type": "int" if how == "int8" else "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": FORMATS[how],
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": IGNORED,
-        "kv_cache_scheme": None,
-    }

@@ -22,7 +22,6 @@ from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files
-from headstart.inference.serving.layouts.quantize import dequantized, own_way, quantized
 from headstart.inference.serving.layouts.reader.base import Reading, Target
 from headstart.inference.serving.verify import decode
 from headstart.inference.serving.verify.decode import Expected, Fit, headstart_drafts, read_heads, reference_drafts
@@ -99,11 +98,9 @@ def verify(check: Check) -> Verdict:
         if reading.method != theirs.method:
             verdict.changes.append(f"the folder holds {reading.method} heads, the original ones are {theirs.method}")
         else:
-            verdict.changes += [cause for cause, _ in differences(reading, theirs, files.quantised is not None)]
+            verdict.changes += [cause for cause, _ in differences(reading, theirs)]
     if heads is not None and heads.drafter is not None:
         _round_as_stored(heads.drafter, files)
-        if files.quantised:
-            verdict.notes.append("weights are stored in 8 bits: Headstart drafts with its own rounded alike, and tau is that of these")
     _compare(check, verdict, heads, reading, theirs)
     return verdict
 
@@ -144,12 +141,6 @@ def _round_as_stored(drafter: Drafter, files: Files) -> None:
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
     if dtype.itemsize < drafter.backbone.dtype.itemsize:
         drafter.to(dtype).to(drafter.backbone.dtype)
-    if files.quantised:
-        whole = {name: tensor.detach().to(dtype) for name, tensor in drafter.tensors().items()}
-        if (how := own_way(files.config)) is None:
-            other = "is quantised in another way than export --quantize does, which no heads of Headstart draft alike"
-            raise UserError(f"{files.path} {other}; measure it without --heads, or import it")
-        drafter.load_tensors(dequantized(*quantized({}, whole, how)))
 
 
 def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, reading: Reading, original: Reading | None) -> None:

@@ -173,12 +173,12 @@ def test_an_exported_folder(tmp_path, capsys):
     random_drafter("eagle3", on).save_pretrained(tmp_path / "run", extra=provenance(tau=1.5))
     (tmp_path / "run" / "log.jsonl").write_text(json.dumps({"step": 50, "tau": 1.5, "acceptance_per_depth": [0.5]}))
     exported = tmp_path / "exported"
-    assert main(["export", "--heads", str(tmp_path / "run"), "--to", "vllm", "--quantize", "fp8", "--out", str(exported)]) == 0
+    assert main(["export", "--heads", str(tmp_path / "run"), "--to", "vllm", "--out", str(exported)]) == 0
     assert main(["push", str(exported), "me/x", "--dry-run", str(tmp_path / "out")]) == 0
     metadata, text = card(tmp_path / "out")
     assert metadata["tags"] == ["speculative-decoding", "eagle3", "headstart"] and "vllm serve tiny-llama" in text
     assert "headstart import me/x --backbone tiny-llama" in text and "| layout | eagle3 |" in text and "24 nodes, width 8 | 1.50" in text
-    assert "SGLang" not in text and "| weights of the decoder layers | fp8 |" in text  # exported for vLLM
+    assert "SGLang" not in text  # exported for vLLM
     assert "whose dtype is that of headstart export --dtype; leave --dtype bf16 out" in refused(capsys, exported, "me/x", "--dtype", "bf16")
     files = {file.name: file for file in (tmp_path / "out").iterdir()}
     assert files.keys() == {"README.md", "config.json", "headstart_export.json", "model.safetensors"}

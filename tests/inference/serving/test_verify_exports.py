@@ -16,15 +16,15 @@ from headstart.inference.serving.export import Request, export
 from headstart.inference.serving.layouts.reader.base import Target
 from headstart.inference.serving.verify.verify import Check, recorded, verify
 
-EXPORTS: list[tuple[str, dict[str, Any], tuple[tuple[str, str | None], ...]]] = [
-    ("eagle3", {"draft_vocab_size": 23, "depth": 3}, (("vllm", None), ("speculators", None), ("vllm", "int8"), ("vllm", "fp8"))),
-    ("eagle3", {"layers": 2, "depth": 2, "norm_before_residual": True, "qk_norm": True}, (("speculators", None),)),
-    ("eagle", {}, (("eagle", None),)),
-    ("medusa", {"depth": 3, "draft_vocab_size": 23}, (("medusa", None),)),
-    ("mlp", {"depth": 3, "tie_weights": True}, (("mlp-speculator", None),)),
-    ("block", {"depth": 3, "correction": "none"}, (("dflash", None), ("dflash-hf", None), ("speculators", None))),
-    ("block", {"depth": 3, "correction": "markov", "causal": True}, (("speculators", None),)),
-    ("mtp", {}, (("mtp-stitch", None),)),
+EXPORTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("eagle3", {"draft_vocab_size": 23, "depth": 3}, ("vllm", "speculators")),
+    ("eagle3", {"layers": 2, "depth": 2, "norm_before_residual": True, "qk_norm": True}, ("speculators",)),
+    ("eagle", {}, ("eagle",)),
+    ("medusa", {"depth": 3, "draft_vocab_size": 23}, ("medusa",)),
+    ("mlp", {"depth": 3, "tie_weights": True}, ("mlp-speculator",)),
+    ("block", {"depth": 3, "correction": "none"}, ("dflash", "dflash-hf", "speculators")),
+    ("block", {"depth": 3, "correction": "markov", "causal": True}, ("speculators",)),
+    ("mtp", {}, ("mtp-stitch",)),
 ]
 
 
@@ -36,14 +36,12 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
 
 
 @pytest.mark.parametrize("kind,arguments,layouts", EXPORTS, ids=[f"{kind}-{'-'.join(arguments)}" for kind, arguments, _ in EXPORTS])
-def test_exports_are_equal(
-    backbone: Backbone, tmp_path: Path, kind: str, arguments: dict[str, Any], layouts: tuple[tuple[str, Any], ...]
-) -> None:
+def test_exports_are_equal(backbone: Backbone, tmp_path: Path, kind: str, arguments: dict[str, Any], layouts: tuple[str, ...]) -> None:
     heads = tmp_path / "heads"
     random_drafter(kind, backbone, **arguments).save_pretrained(heads)
-    for number, (layout, how) in enumerate(layouts):
+    for number, layout in enumerate(layouts):
         folder = tmp_path / str(number)
-        export(Request(str(heads), layout, folder, quantize=how))
+        export(Request(str(heads), layout, folder))
         assert recorded(folder) == (str(heads), backbone.name)
         verdict = verify(Check(folder, backbone, str(heads), "reference", [[5, 9, 33, 12, 7]], 5))
         assert verdict.equal, list(verdict.lines())
