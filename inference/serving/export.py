@@ -14,7 +14,8 @@ from headstart import __version__
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.heads.checkpoint import recipe_section
+from headstart.heads.base import Drafter
+from headstart.heads.checkpoint import METADATA, recipe_section
 from headstart.inference.serving.engines import (
     ENGINES,
     METHODS,
@@ -25,8 +26,10 @@ from headstart.inference.serving.engines import (
     require_engine,
 )
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype, read_checkpoint
-from headstart.inference.serving.layouts.files import PROVENANCE, new_folder, require_new
+from headstart.inference.serving.layouts.files import PROVENANCE, new_folder, read_files, require_new
 from headstart.inference.serving.layouts.layout import ServedLayout, layouts_of
+from headstart.inference.serving.reading import build, original_of, read_exported, round_as_stored
+from headstart.inference.serving.reference import agreement, reference
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_json
 
@@ -66,9 +69,10 @@ def export(request: Request) -> dict[str, Any]:
     rank = _rank(heads, request.adapter, engine)
     if heads.adapter is not None and request.adapter == "merge":
         heads = replace(heads, served=str(request.out.absolute() / BACKBONE))
-    layouts_of(heads.method)[0].check(heads, heads.config, heads.tensors)
+    original = original_of(heads.path, heads.ends, allow_finetuned=True)
     with new_folder(request.out) as folder:
         layout.write(heads, request.dtype, folder)
+        drafts = _read_back(heads, original, folder)
         if heads.adapter is not None:
             if request.adapter == "merge":
                 _write_merged(heads, folder)
@@ -80,8 +84,20 @@ def export(request: Request) -> dict[str, Any]:
             (folder / TEMPLATE).write_text(template, encoding="utf-8")
         report = _report(heads, request, layout, served, engine)
         stated = {key: value for key, value in report.items() if key not in ("launch", "notes")}
-        (folder / PROVENANCE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+        (folder / PROVENANCE).write_text(json.dumps(stated | {"reference": drafts}, indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def _read_back(heads: Checkpoint, original: Drafter, folder: Path) -> list[dict[str, Any]]:
+    """Return what the heads draft after given states. Raises UserError unless the written folder, read back, drafts that too."""
+    found = read_exported(read_files(folder), heads.ends)
+    round_as_stored(original, found)
+    drafts, faults = reference(original), list(found.remarks)
+    if not faults and not agreement(build(found, heads.ends, heads.path), drafts).whole:
+        faults = ["the written files, read back, draft other tokens"]
+    if faults:
+        raise UserError(f"{heads.path}: {faults[0]}: {METADATA}, config.json or the weights are damaged; train or fetch the heads again")
+    return drafts
 
 
 def _chosen(to: str, heads: Checkpoint, known: dict[str, ServedLayout]) -> tuple[ServedLayout, str | None]:
@@ -147,7 +163,7 @@ def _report(heads: Checkpoint, request: Request, layout: ServedLayout, served: S
     if served.adapter is not None:
         asked = ("vllm",)
     reading = {name: entry for name, entry in readers(heads.method).items() if name in asked and name not in unread}
-    notes = layout.notes(heads) or ["the checkpoint's own layout: names, shapes, values and layer numbers checked, nothing changed"]
+    notes = layout.notes(heads) or ["the checkpoint's own layout, nothing changed"]
     notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
     if find_gguf(heads.backbone) is not None:
         notes.append("the backbone is a GGUF file, which few engines load; the heads fit the model's safetensors too (--backbone)")

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.model_config import end_tokens, load_config
+from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata, save_drafter
-from headstart.heads.methods import construct_drafter, require_weights
+from headstart.heads.checkpoint import save_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts, measure_tau
 from headstart.inference.serving.layouts.files import PROVENANCE, Files, read_files, require_new
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, layouts, recognise
+from headstart.inference.serving.layouts.layout import Counting, Heads
+from headstart.inference.serving.reading import build, layout_of, require_fit, stored_dtype
 from headstart.support.chat.prompts import Prompter, read_prompts
 from headstart.support.chat.template import ChatSettings
 from headstart.support.devices import spread
@@ -30,32 +30,10 @@ from headstart.support.files import atomic
 from headstart.support.json_text import read_json
 from headstart.support.terminal import progress, watched
 
-DERIVED = "rotary_emb.inv_freq"
-"""Ending of buffers that follow from the configuration."""
 CHAIN = 5
 """Most tokens of the chains that are measured."""
 PROMPTS, WRITTEN = 8, 24
 """Number of prompts, and how long those are that the backbone writes."""
-
-
-class Saved(Layout):
-    """Heads that Headstart saved, or exported with their ``headstart.json``."""
-
-    title = "Headstart"
-
-    def recognises(self, files: Files) -> bool:
-        return (files.folder / METADATA).is_file()
-
-    def sizes(self, files: Files) -> Sizes:
-        contract = read_metadata(files.folder)[1]["contract"]
-        return Sizes(contract.get("hidden_size"), contract.get("vocab_size"), contract.get("num_hidden_layers"))
-
-    def imports(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Imported]:
-        folder, card = read_metadata(files.folder)
-        check_contract(files.path, card, backbone, allow_finetuned=True)
-        drafter = read_drafter(files.path, folder, card, backbone)  # checks the files, and adds the heads' own adapter
-        tensors = files.read() if card["weights"].get("adapter") is None else drafter.tensors()
-        return [Imported(card["kind"], card["arguments"], tensors, notes=(f"saved by Headstart, trained on {card['backbone']}",))]
 
 
 @dataclass(frozen=True)
@@ -83,7 +61,7 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     require_fit(files, layout, backbone_path, wishes.trust_remote_code)
     backbone = load()
     depth = wishes.depth or _exported_depth(files)
-    readings = [_deep(reading, depth) for reading in layout.imports(files, backbone, wishes.counting)]
+    readings = [_deep(reading, depth) for reading in layout.parse(files, backbone, wishes.counting)]
     drafters = [build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype) for reading in readings]
     prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code, wishes.template_kwargs)
     measured = measure(list(zip(readings, drafters, strict=True)), prompts, wishes.new_tokens)
@@ -94,7 +72,7 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
         "layout": layout.title,
         "kind": best.reading.kind,
         "arguments": best.drafter.arguments,
-        "notes": [*best.reading.notes, *quantised],
+        "notes": [*best.reading.notes, *best.reading.remarks, *quantised],
         "measured_on": of_prompts,
         "readings": [{"choice": one.reading.choice, **one.figures} for one in measured],
         "files": files.hashes(),
@@ -106,41 +84,6 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     return {**report, "backbone": backbone.name, "out": str(out), "verdict": lines, "recipe": recipe_overrides(best, out)}
 
 
-def layout_of(files: Files) -> Layout:
-    """Return the layout of the files. Raises UserError if none is known."""
-    layout = Saved() if Saved().recognises(files) else recognise(files)
-    if layout is None:
-        some = ", ".join(sorted(files.shapes)[:3])
-        known = ", ".join(one.title for one in (Saved(), *layouts()) if one.order or isinstance(one, Saved))
-        raise UserError(f"{files.path} has no known layout (tensors {some}, ...); known: {known}")
-    return layout
-
-
-def require_fit(files: Files, layout: Layout, backbone: str, trust_remote_code: bool) -> None:
-    """Raise UserError, naming both, if the heads are for a backbone of other sizes; only the backbone's configuration is read."""
-    try:
-        config = load_config(backbone, trust_remote_code=trust_remote_code).get_text_config()
-    except UserError:
-        return  # loading the backbone says why
-    sizes = layout.sizes(files)
-    given = config.to_dict()
-    keys = {"width": "hidden_size", "vocabulary": "vocab_size", "layers": "num_hidden_layers"}
-    for (what, key), theirs in zip(keys.items(), (sizes.width, sizes.vocab, sizes.layers), strict=True):
-        ours = given.get(key)
-        if theirs and ours and theirs != ours:
-            raise UserError(
-                f"{files.path} ({layout.title}) is for a backbone of {what} {theirs}; {backbone} has {what} {ours}: "
-                f"give the backbone that they were trained on{_named(files)}"
-            )
-
-
-def _named(files: Files) -> str:
-    """Name the backbone that a configuration states, if any."""
-    verifier = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    stated = files.config.get("base_model_name_or_path") or verifier
-    return f", {stated}" if isinstance(stated, str) and stated else ""
-
-
 def _exported_depth(files: Files) -> int | None:
     """Return the number of drafted tokens that `headstart export` states beside a layout, which does not."""
     file = files.folder / PROVENANCE
@@ -148,7 +91,7 @@ def _exported_depth(files: Files) -> int | None:
     return stated if isinstance(stated, int) and stated > 0 else None
 
 
-def _deep(reading: Imported, depth: int | None) -> Imported:
+def _deep(reading: Heads, depth: int | None) -> Heads:
     """Return the reading drafting ``depth`` tokens, which the layouts do not say."""
     if depth is None:
         return reading
@@ -165,44 +108,6 @@ def recipe_overrides(best: Measured, out: Path) -> list[str]:
     return [f"drafter.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in stated.items()]
 
 
-def build(reading: Imported, backbone: Backbone, path: str) -> Drafter:
-    """Return the drafter with the reading's weights, in fp32. Raises UserError naming the first tensor that does not fit."""
-    drafter = construct_drafter(reading.kind, backbone, reading.arguments)
-    expected = drafter.tensors()
-    found = {name: tensor for name, tensor in reading.tensors.items() if not name.endswith(DERIVED)}
-    for name, tensor in expected.items():
-        theirs = reading.names.get(name, name)
-        called = theirs if theirs == name else f"{theirs} ({name} here)"
-        if name not in found:
-            raise UserError(f"{path} lacks the tensor {called} {list(tensor.shape)} of {reading.kind} heads{_near(found, expected)}")
-        if found[name].shape != tensor.shape:
-            raise UserError(
-                f"{path}: tensor {called} is {list(found[name].shape)}; with this config.json and backbone it is {list(tensor.shape)}"
-            )
-    for name, tensor in found.items():
-        if name not in expected:
-            theirs = reading.names.get(name, name)
-            raise UserError(f"{path} has a tensor {theirs} {list(tensor.shape)}, which {reading.kind} heads of its config.json do not have")
-    drafter.load_tensors(found)
-    require_weights(drafter, path)
-    return drafter.eval().requires_grad_(False)
-
-
-def _near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """Name a tensor that is there instead of a missing one."""
-    odd = next((name for name in found if name not in expected), None)
-    return "" if odd is None else f"; it has {odd} {list(found[odd].shape)}, which they do not have"
-
-
-def stored_dtype(reading: Imported) -> torch.dtype:
-    """Return the widest floating-point dtype of the reading's tensors."""
-    dtypes = {tensor.dtype for tensor in reading.tensors.values() if tensor.is_floating_point()}
-    widest = torch.float16 if dtypes == {torch.float16} else torch.bfloat16
-    for dtype in dtypes:
-        widest = dtype if dtypes == {dtype} else torch.promote_types(widest, dtype)
-    return widest
-
-
 # Which reading fits: the one whose drafts the backbone accepts most often.
 
 
@@ -210,7 +115,7 @@ def stored_dtype(reading: Imported) -> torch.dtype:
 class Measured:
     """A reading, its drafter, and what it accepted."""
 
-    reading: Imported
+    reading: Heads
     drafter: Drafter
     figures: dict[str, Any]
 
@@ -219,7 +124,7 @@ class Measured:
         return float(self.figures["tau"])
 
 
-def measure(readings: Sequence[tuple[Imported, Drafter]], prompts: Sequence[Tensor], new_tokens: int) -> list[Measured]:
+def measure(readings: Sequence[tuple[Heads, Drafter]], prompts: Sequence[Tensor], new_tokens: int) -> list[Measured]:
     """Decode the prompts greedily with each reading's drafter, in chains; the best comes first, and of equal ones the first."""
     found = []
     for reading, drafter in readings:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,8 +16,8 @@ from headstart.heads.backbone.adapter import ADAPTER
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.gguf_config import read_gguf_config
 from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.head_only import load_head_only
 from headstart.heads.backbone.shipped import resolve
-from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.checkpoint import AGAIN, METADATA, check_contract, read_drafter, read_metadata
 from headstart.heads.draft_model import DRAFT_DEPTH
 from headstart.support.devices import NAMES, torch_dtype
@@ -27,7 +27,6 @@ from headstart.support.hub import find_folder
 from headstart.support.json_text import read_json
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
-EMBEDDING = "embed_tokens.weight"
 METHODS = {
     "eagle3": "EAGLE-3",
     "eagle": "EAGLE-1",
@@ -93,19 +92,12 @@ class Checkpoint:
         check_contract(self.path, self.card, backbone, allow_finetuned=True)
         return backbone
 
-    def embedding(self) -> Tensor:
-        """Return the backbone's embedding ``[V, D]``, from its files or, where they do not name one, from the model."""
-        if find_gguf(self.backbone) is not None:
-            return self.load_backbone().embed.weight.detach()
-        folder = find_folder(resolve(self.backbone), "backbone", ["*.safetensors", "*.json"])
-        size = [self.card["contract"]["vocab_size"], self.card["contract"]["hidden_size"]]
-        files = weight_files(folder)
-        names = [name for name in files if name.endswith(EMBEDDING) and ".layers." not in name]
-        if len(names) == 1:
-            with safe_open(files[names[0]], framework="pt") as file:
-                if list(file.get_slice(names[0]).get_shape()) == size:
-                    return file.get_tensor(names[0])
-        return self.load_backbone().embed.weight.detach()
+    @cached_property
+    def ends(self) -> Backbone:
+        """The backbone's embedding and output layer; see `load_ends`."""
+        ends = load_ends(self.backbone)
+        check_contract(self.path, self.card, ends, allow_finetuned=True)
+        return ends
 
     def cast(self, dtype: Dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return configuration and tensors with floating-point numbers in ``dtype``; auto: as they are."""
@@ -140,6 +132,19 @@ def read_checkpoint(path: str, backbone: str | None) -> Checkpoint:
         raise UserError(f"{path} holds heads of kind {method!r}, which is code of your own; engines read {', '.join(METHODS)}")
     config, tensors = _files(path, folder, card) if "adapter" not in card["weights"] else _merged(path, folder, card, name)
     return Checkpoint(path, folder, card, method, config, tensors, name, name)
+
+
+def load_ends(name: str) -> Backbone:
+    """Load a backbone's embedding and output layer in fp32, which is all that heads draft with after states that are given.
+
+    The whole backbone is loaded where these cannot be read alone, as of a GGUF file. Raises UserError.
+    """
+    if find_gguf(name) is None:
+        try:
+            return load_head_only(name, dtype="fp32", device="cpu")
+        except UserError:
+            pass  # loading it whole works, or says why not
+    return load_backbone(name, dtype="fp32", device="cpu")
 
 
 def backbone_config(name: str, heads: str, contract: dict[str, Any]) -> dict[str, Any]:

@@ -23,18 +23,8 @@ from headstart.heads.eagle import BIAS
 from headstart.heads.eagle3 import ITS_COPY, SECOND_NORM
 from headstart.inference.serving.layouts.checkpoint import Checkpoint
 from headstart.inference.serving.layouts.files import PROVENANCE, DamagedError, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, unscaled_embedding, without_copies
-from headstart.inference.serving.layouts.parts import (
-    IDS,
-    layer_arguments,
-    layer_ids_disagree,
-    sliding_window,
-    vocabulary_shapes,
-    with_vocabulary,
-)
-from headstart.inference.serving.layouts.reader.base import Reading, Shapes
-from headstart.inference.serving.layouts.reader.eagle import Eagle3Reader, EagleReader
-from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
+from headstart.inference.serving.layouts.layout import Counting, Heads, ServedLayout, unscaled_embedding, without_copies
+from headstart.inference.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree, sliding_window, with_vocabulary
 from headstart.support.errors import UserError
 
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")
@@ -42,12 +32,11 @@ Taps = list[tuple[tuple[int, ...], str]]
 """Possible taps, each with the counting that gives them."""
 
 
-class Eagle3(RenamedLayout):
+class Eagle3(ServedLayout):
     """Architecture ``LlamaForCausalLMEagle3``, layers counted in both ways in use. Read as ``layers.0.``, whatever the file calls it."""
 
     name, title, methods, engines = "eagle3", "EAGLE-3", ("eagle3",), ("vllm", "sglang", "trtllm")
     order = 6
-    copies = frozenset({"embed_tokens.weight"})
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         reasons = {}
@@ -65,80 +54,71 @@ class Eagle3(RenamedLayout):
     def states(self, config: Mapping[str, Any]) -> bool:
         return "Eagle3" in " ".join(config.get("architectures") or [])
 
-    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
-        found = self.readings(files, files.config, tap_choices(files.config, on.layers, counting, files.path))
-        if counting != "stated" and not (files.folder / PROVENANCE).is_file():
-            found = [either for one in found for either in _either_state(one)]
-        ignored = "norm_before_residual is true, which SGLang and TensorRT-LLM ignore"
-        return [replace(one, notes=(*one.notes, ignored)) if one.options["norm_before_residual"] else one for one in found]
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
+        found = self.of(files, files.config, backbone, tap_choices(files.config, backbone.num_layers, counting, files.path))
+        stated = counting == "stated" or (files.folder / PROVENANCE).is_file()
+        return found if stated else [either for one in found for either in _either_state(one)]
 
-    def readings(self, files: Files, config: Mapping[str, Any], taps: Taps) -> list[Reading]:
-        """Return a reading for each of ``taps`` and for each norm that may be a later layer's. ``config`` is flat."""
-        nested = config.get("eagle_config") or {}
-        if "mask_hidden" in files.shapes or config.get("parallel_drafting") or config.get("ptd_token_id") is not None:
-            raise UserError(f"{files.path} drafts all tokens in parallel (P-EAGLE), which eagle3 heads here do not")
-        if not nested.get("use_aux_hidden_state", True):
-            raise UserError(f"{files.path} reads the final hidden state alone (use_aux_hidden_state false), which eagle3 heads here do not")
-        options = {key: bool(config.get(key) or nested.get(key)) for key in NORMS}
-        options["norm_before_residual"] = bool(config.get("norm_before_residual"))
-        options["qk_norm"] = has_qk_norm(config) or any(name.endswith("self_attn.q_norm.weight") for name in files.shapes)
-        tensors = {numbered(name): tensor for name, tensor in files.read().items()}
-        remarks, notes = layer_ids_disagree(config.get(IDS), nested.get(IDS), "eagle_config's"), list[str]()
-        later = _later_norms(tensors, remarks, notes)
-        plain = Reading(Eagle3Reader, config, tensors, (), options, tuple(remarks), tuple(notes))
-        return [
-            replace(plain, taps=chosen, tensors={**tensors, **norms}, choice="; ".join(part for part in (of_taps, of_norms) if part))
-            for (chosen, of_taps), (norms, of_norms) in product(taps, later)
-        ]
-
-    def shaped(self, reading: Reading, on: Sizes) -> Reading:
-        config, options, layer = reading.config, reading.options, read_shape(reading.config)
-        (V, DV), D = on.vocabularies(config), layer.hidden
-        taps, width = config.get("num_aux_hidden_states") or len(reading.taps), config.get("target_hidden_size") or on.width
-        shapes: Shapes = {"fc.weight": (D, taps * width), "norm.weight": (D,), "lm_head.weight": (DV, D), "embed_tokens.weight": (V, D)}
-        shapes |= vocabulary_shapes(DV, V) | {"layers.0.hidden_norm.weight": (D,)}
-        for i in range(layer.layers):
-            own = layer_shapes(layer, D if i else 2 * D, options["qk_norm"]) | {"input_layernorm.weight": (D,)}
-            shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
-        shapes |= {"input_norm.weight": (taps * width,)} if options["norm_before_fc"] else {}
-        shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(taps)} if options["fc_norm"] else {}
-        optional = {"embed_tokens.weight", "t2d"} | ({"lm_head.weight"} if DV == V else set())
-        return replace(reading, layer=layer, shapes=shapes, optional=frozenset(optional))
-
-    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
-        config, path = reading.config, files.path
-        if config.get("hidden_size", backbone.dim) != backbone.dim:
-            raise UserError(f"{path} has heads of width {config['hidden_size']}; heads here have the backbone's width, {backbone.dim}")
-        if config.get("logit_scale", 1.0) not in (None, 1.0):
-            raise UserError(f"{path} scales logits by {config['logit_scale']}, which eagle3 heads here do not")
-        tensors, notes = without_copies({_ours(name): x for name, x in reading.tensors.items()}, backbone, path, head=False)
-        if SECOND_NORM in tensors:
-            tensors[ITS_COPY] = tensors[SECOND_NORM]
+    def of(self, files: Files, config: Mapping[str, Any], backbone: Backbone, taps: Taps) -> list[Heads]:
+        """Return the heads for each of ``taps`` and for each norm that may be a later layer's. ``config`` is flat."""
+        path, nested = files.path, config.get("eagle_config") or {}
+        _require_computed(files, config, nested, backbone)
+        named = {numbered(name): tensor for name, tensor in files.read().items()}
+        later, of_later, remarks = _later_norms(named)
+        tensors, notes = without_copies({_ours(name): x for name, x in named.items()}, backbone, path, head=False)
         if "lm_head.weight" not in tensors:
             tensors["lm_head.weight"] = backbone.unembed.weight.detach().cpu()
             notes.append("lm_head is missing and was copied from the backbone")
-        tensors, size, of_vocabulary = with_vocabulary(tensors, ["lm_head.weight"], backbone.vocab, path)
+        tensors, size, of_vocabulary, wrong = with_vocabulary(tensors, ["lm_head.weight"], backbone.vocab, path)
+        remarks = [*layer_ids_disagree(config.get(IDS), nested.get(IDS), "eagle_config's"), *remarks, *wrong]
+        count = config.get("num_aux_hidden_states") or len(taps[0][0])
+        if count != len(taps[0][0]):
+            remarks.append(f"num_aux_hidden_states is {count} in config.json, and {len(taps[0][0])} layers are read")
         arguments = {
             **layer_arguments(config, backbone, path),
-            **reading.options,
+            **{key: bool(config.get(key) or nested.get(key)) for key in NORMS},
+            "norm_before_residual": bool(config.get("norm_before_residual")),
+            "qk_norm": has_qk_norm(config) or any(name.endswith("self_attn.q_norm.weight") for name in tensors),
             "layers": 1 + len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
-            "sliding_window": sliding_window(config, Sizes.of(backbone).positions, path),
+            "sliding_window": sliding_window(config, backbone.max_positions or 0, path),
             "draft_vocab_size": size,
-            "taps": reading.taps,
         }
-        names = {_ours(numbered(name)): name for name in files.shapes}
-        return Imported("eagle3", arguments, tensors, names, (*notes, *of_vocabulary))
+        names, said = {_ours(numbered(name)): name for name in files.shapes}, (*notes, *of_later, *of_vocabulary)
+        plain = Heads("eagle3", arguments, tensors, names, said, tuple(remarks))
+        return [
+            replace(plain, arguments={**arguments, "taps": chosen}, tensors=_with(tensors, norms), choice=joined(of_taps, of_norms))
+            for (chosen, of_taps), (norms, of_norms) in product(taps, later)
+        ]
 
 
-def _either_state(reading: Reading) -> list[Reading]:
-    """Return the readings of heads whose ``norm_output`` is true: to engines the normed state is fed back, to SpecForge it never is."""
-    if not reading.options["norm_output"]:
-        return [reading]
+def _with(tensors: Mapping[str, Tensor], norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {**tensors, **norms}
+    return found | ({ITS_COPY: found[SECOND_NORM]} if SECOND_NORM in found else {})
+
+
+def _require_computed(files: Files, config: Mapping[str, Any], nested: Mapping[str, Any], backbone: Backbone) -> None:
+    """Raise UserError for what eagle3 heads here do not compute."""
+    width, scale = config.get("hidden_size", backbone.dim), config.get("logit_scale")
+    if "mask_hidden" in files.shapes or config.get("parallel_drafting") or config.get("ptd_token_id") is not None:
+        raise UserError(f"{files.path} drafts all tokens in parallel (P-EAGLE), which eagle3 heads here do not")
+    if not nested.get("use_aux_hidden_state", True):
+        raise UserError(f"{files.path} reads the final hidden state alone (use_aux_hidden_state false), which eagle3 heads here do not")
+    if width != backbone.dim:
+        raise UserError(f"{files.path} has heads of width {width}; heads here have the backbone's width, {backbone.dim}")
+    if scale not in (None, 1.0):
+        raise UserError(f"{files.path} scales logits by {scale}, which eagle3 heads here do not")
+
+
+def _either_state(heads: Heads) -> list[Heads]:
+    """Return both heads whose ``norm_output`` is true: to engines the normed state is fed back, to SpecForge it never is."""
+    if not heads.arguments["norm_output"]:
+        return [heads]
     ways = {True: "norm_output feeds back the normed state", False: "norm_output, as of SpecForge, is of the output layer's input alone"}
-    return [
-        replace(reading, options={**reading.options, "norm_output": on}, choice="; ".join(part for part in (reading.choice, said) if part))
-        for on, said in ways.items()
-    ]
+    return [replace(heads, arguments={**heads.arguments, "norm_output": on}, choice=joined(heads.choice, way)) for on, way in ways.items()]
+
+
+def joined(*choices: str) -> str:
+    return "; ".join(part for part in choices if part)
 
 
 def has_qk_norm(config: Mapping[str, Any]) -> bool:
@@ -156,10 +136,14 @@ def _ours(name: str) -> str:
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
 
-def _later_norms(tensors: dict[str, Tensor], remarks: list[str], notes: list[str]) -> list[tuple[dict[str, Tensor], str]]:
-    """Give later layers' input norms vLLM's name, where SGLang has another; returns what may be read instead of these, if they differ."""
+def _later_norms(tensors: dict[str, Tensor]) -> tuple[list[tuple[dict[str, Tensor], str]], list[str], list[str]]:
+    """Give later layers' input norms vLLM's name, where SGLang has another.
+
+    Returns what may be read in place of these norms, if they differ, notes, and remarks.
+    """
     later = [name for name in tensors if name.endswith(".hidden_norm.weight") and not name.startswith("layers.0.")]
     others: dict[str, Tensor] = {}
+    notes, remarks = [], []
     for name in sorted(later):
         ours, norm = name.replace("hidden_norm", "input_layernorm"), tensors.pop(name)
         if ours not in tensors:
@@ -169,9 +153,10 @@ def _later_norms(tensors: dict[str, Tensor], remarks: list[str], notes: list[str
             others[ours] = norm
             remarks.append(f"{ours} and {name} differ, but engines read either as the same norm: swapped or damaged norms")
     if not others:
-        return [({}, "")]
+        return [({}, "")], notes, remarks
     first, said = next(iter(others)), "is the second layer's input norm"
-    return [({}, f"{first} {said}"), (others, f"{first.replace('input_layernorm', 'hidden_norm')} {said}")]
+    either = [({}, f"{first} {said}"), (others, f"{first.replace('input_layernorm', 'hidden_norm')} {said}")]
+    return either, notes, remarks
 
 
 def tap_choices(config: Mapping[str, Any], layers: int, counting: Counting | None, path: str) -> Taps:
@@ -217,12 +202,11 @@ FURTHER_NORMS = (
 """Of variants of EAGLE."""
 
 
-class Eagle(RenamedLayout):
+class Eagle(ServedLayout):
     """Two architectures: vLLM takes ``EagleLlamaForCausalLM``, SGLang ``LlamaForCausalLMEagle``."""
 
     name, title, methods, engines = "eagle", "EAGLE-1/2", ("eagle",), ("vllm", "sglang")
     order = 7
-    copies = frozenset({"embed_tokens.weight", "lm_head.weight"})
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         biased = BIAS in heads.tensors and bool(heads.tensors[BIAS].any())
@@ -232,31 +216,17 @@ class Eagle(RenamedLayout):
     def recognises(self, files: Files) -> bool:
         return "fc.weight" in files.shapes and "layers.0.self_attn.q_proj.weight" in files.shapes
 
-    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
-        tensors = files.read()
-        biased = BIAS in tensors and bool(tensors[BIAS].any())
-        notes = (f"{BIAS} is not zero: SGLang adds it, vLLM drops it",) if biased else ()
-        return [Reading(EagleReader, files.config, tensors, notes=notes)]
-
-    def shaped(self, reading: Reading, on: Sizes) -> Reading:
-        layer, (V, _) = read_shape(reading.config), on.vocabularies(reading.config)
-        D = layer.hidden
-        shapes: Shapes = {"fc.weight": (D, 2 * D), BIAS: (D,), "embed_tokens.weight": (V, D), "lm_head.weight": (V, D)}
-        for i in range(layer.layers):
-            own = layer_shapes(layer, D) | ({"input_layernorm.weight": (D,)} if i else {})
-            shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
-        return replace(reading, layer=layer, shapes=shapes, optional=self.copies | {BIAS})
-
-    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
         path, config = files.path, files.config
         if "layers.1.self_attn.q_proj.weight" in files.shapes:
             raise UserError(f"{path} has several decoder layers; eagle heads here have one")
         if odd := next((name for name in FURTHER_NORMS if name in files.shapes), None):
             where = f"{odd} {list(files.shapes[odd])} in {path}"
             raise UserError(f"{path} has a norm {where}, which eagle heads here, in vLLM and in SGLang do not have")
-        tensors, notes = without_copies(reading.tensors, backbone, path)
+        tensors, notes = without_copies(files.read(), backbone, path)
         if BIAS not in tensors and config.get("bias", False):
             raise UserError(f"{path} lacks the tensor {BIAS} [{backbone.dim}], and its config.json says bias: true")
         bias = tensors.setdefault(BIAS, tensors["fc.weight"].new_zeros(len(tensors["fc.weight"])))
         arguments = {**layer_arguments(config, backbone, path), "bias": bool(bias.any())}
-        return Imported("eagle", arguments, tensors, notes=(*notes, *reading.notes))
+        biased = [f"{BIAS} is not zero: SGLang adds it, vLLM drops it"] * arguments["bias"]
+        return [Heads("eagle", arguments, tensors, notes=(*notes, *biased))]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +21,8 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, RenamedLayout, Sizes
-from headstart.inference.serving.layouts.parts import WHOLE, over_whole_vocabulary, vocabulary_shapes, with_vocabulary
-from headstart.inference.serving.layouts.reader.base import Reading, Shapes
-from headstart.inference.serving.layouts.reader.heads import MedusaReader
+from headstart.inference.serving.layouts.layout import Counting, Heads, Layout, ServedLayout
+from headstart.inference.serving.layouts.parts import WHOLE, over_whole_vocabulary, with_vocabulary
 from headstart.support.errors import UserError
 
 PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
@@ -34,7 +31,7 @@ BLOCK = re.compile(r"(?:blocks\.(\d+)\.layers\.(\d+)|(\d+)\.(\d+)\.linear)\.(wei
 OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")
 
 
-class Medusa(RenamedLayout):
+class Medusa(ServedLayout):
     """FasterDecoding's names; no ``architectures``, with which TGI refuses the directory."""
 
     name, title, methods, engines = "medusa", "Medusa", ("medusa",), ("vllm", "tgi", "trtllm")
@@ -53,7 +50,7 @@ class Medusa(RenamedLayout):
     def recognises(self, files: Files) -> bool:
         return any(key in files.config for key in (HEADS[0], LAYERS[0])) or files.config.get("model_type") == "medusa"
 
-    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
         path, config = files.path, files.config
         if "token_map" in files.shapes:
             fault = f"token_map {list(files.shapes['token_map'])} in {path}"
@@ -63,55 +60,41 @@ class Medusa(RenamedLayout):
         heads = {int(match[3]) for match in blocks}
         if not blocks or heads != set(range(len(heads))):
             raise UserError(f"{path} has no Medusa heads 0 to n - 1: blocks of the heads {sorted(heads)}")
-        layers = 1 + max(int(match[4]) for match in blocks)
-        stated, remarks, notes = _stated(config, LAYERS) or layers, [], []
+        depth, layers, notes = len(heads), 1 + max(int(match[4]) for match in blocks), list[str]()
+        stated = _stated(config, LAYERS) or layers
+        remarks = [f"config.json states {stated} blocks per head, the file holds {layers}"] if stated != layers else []
         if layers == 1 and stated > 1 and "0.1.weight" not in tensors:
-            layers = stated
+            remarks, layers = [], stated
             tensors |= {name.replace(".0.", f".{i}.", 1): tensor for name, tensor in tensors.items() if BLOCK.fullmatch(name)
                         for i in range(1, layers)}  # fmt: skip
             notes.append(f"config.json states {layers} blocks a head and the file holds one, which FasterDecoding's code repeats")
-        for k in heads:
-            if f"{k}.lm" in tensors:
-                tensors[f"{k}.{layers}.weight"] = tensors.pop(f"{k}.lm")
-        if (count := _stated(config, HEADS) or len(heads)) != len(heads):
-            remarks.append(f"config.json states {count} heads, the file holds {len(heads)}")
-        if stated != layers:
-            remarks.append(f"config.json states {stated} blocks per head, the file holds {layers}")
+        if (count := _stated(config, HEADS) or depth) != depth:
+            remarks.append(f"config.json states {count} heads, the file holds {depth}: all {depth} are used")
         if not config.get("medusa_fc_bias") and any(bool(x.any()) for name, x in tensors.items() if name.endswith("linear.bias")):
             remarks.append("medusa_fc_bias is not true in config.json, so vLLM drops the biases")
-        options = {"heads": len(heads), "blocks": layers}
-        return [Reading(MedusaReader, config, tensors, (), options, tuple(remarks), tuple(notes))]
-
-    def shaped(self, reading: Reading, on: Sizes) -> Reading:
-        config, heads, layers = reading.config, reading.options["heads"], reading.options["blocks"]
-        (V, DV), D = on.vocabularies(config), config.get("hidden_size") or on.width
-        outputs = [f"{k}.{layers}.weight" for k in range(heads)]
-        blocks = [f"{k}.{i}.linear." for k in range(heads) for i in range(layers)]
-        shapes: Shapes = vocabulary_shapes(DV, V) | dict.fromkeys(outputs, (DV, D))
-        shapes |= {f"{block}weight": (D, D) for block in blocks} | {f"{block}bias": (D,) for block in blocks}
-        shared = config.get("original_lm_head") or not any(name in reading.tensors for name in outputs)
-        biased = any(f"{block}bias" in reading.tensors for block in blocks)
-        optional = {"t2d", *(outputs if shared else ()), *(() if biased else (f"{block}bias" for block in blocks))}
-        return replace(reading, shapes=shapes, optional=frozenset(optional))
-
-    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
-        depth, layers = reading.options["heads"], reading.options["blocks"]
-        tensors: dict[str, Tensor] = dict(reading.tensors)
-        counts = [f"{remark}: all {depth} are used" for remark in reading.remarks if "heads, the file" in remark]
-        notes = [*counts, *reading.notes]
         outputs = [f"{k}.{layers}.weight" for k in range(depth)]
-        if files.config.get("original_lm_head") and outputs[0] in tensors:
-            tensors |= {name: tensors[outputs[0]] for name in outputs}
-            notes.append("original_lm_head: the first output layer is that of all heads")
-        elif not any(name in tensors for name in outputs):
-            tensors |= dict.fromkeys(outputs, backbone.unembed.weight.detach().cpu())
-            notes.append("without output layers of their own (version 2): the heads start with copies of the backbone's")
-        biases = [f"{k}.{i}.linear.bias" for k in range(depth) for i in range(layers)]
-        if not any(name in tensors for name in biases):
-            tensors |= {name: torch.zeros(backbone.dim) for name in biases}
-            notes.append("blocks without biases, which are zero here")
-        tensors, size, of_vocabulary = with_vocabulary(tensors, outputs, backbone.vocab, files.path)
-        return Imported("medusa", {"depth": depth, "layers": layers, "draft_vocab_size": size}, tensors, notes=(*notes, *of_vocabulary))
+        tensors |= {outputs[k]: tensors.pop(f"{k}.lm") for k in heads if f"{k}.lm" in tensors}
+        notes += _complete(tensors, config, outputs, [f"{k}.{i}.linear.bias" for k in range(depth) for i in range(layers)], backbone)
+        tensors, size, of_vocabulary, wrong = with_vocabulary(tensors, outputs, backbone.vocab, path)
+        arguments = {"depth": depth, "layers": layers, "draft_vocab_size": size}
+        return [Heads("medusa", arguments, tensors, notes=(*notes, *of_vocabulary), remarks=(*remarks, *wrong))]
+
+
+def _complete(
+    tensors: dict[str, Tensor], config: Mapping[str, Any], outputs: list[str], biases: list[str], backbone: Backbone
+) -> list[str]:
+    """Add the output layers and biases that files of some kinds share or lack; returns notes."""
+    notes = []
+    if config.get("original_lm_head") and outputs[0] in tensors:
+        tensors |= {name: tensors[outputs[0]] for name in outputs}
+        notes.append("original_lm_head: the first output layer is that of all heads")
+    elif not any(name in tensors for name in outputs):
+        tensors |= dict.fromkeys(outputs, backbone.unembed.weight.detach().cpu())
+        notes.append("without output layers of their own (version 2): the heads start with copies of the backbone's")
+    if not any(name in tensors for name in biases):
+        tensors |= {name: torch.zeros(backbone.dim) for name in biases}
+        notes.append("blocks without biases, which are zero here")
+    return notes
 
 
 def _stated(config: Mapping[str, Any], keys: tuple[str, str]) -> int | None:
@@ -146,7 +129,7 @@ class Hydra(Layout):
     def recognises(self, files: Files) -> bool:
         return "hydra_head_arch" in files.config or bool(files.names("hydra_mlp."))
 
-    def imports(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Imported]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
         path, config = files.path, files.config
         kind = config.get("hydra_head_arch", "prefix-mlp" if files.names("prefix_embeding_layer.") else "mlp")
         if kind not in ARCHITECTURES:
@@ -174,6 +157,6 @@ class Hydra(Layout):
         else:
             layers = stored
         outputs = [f"hydra_lm_head.{k}.{'1.' if prefix else ''}{part}" for k in range(depth) for part in ("weight", "bias")]
-        tensors, size, of_vocabulary = with_vocabulary(tensors, outputs, backbone.vocab, path)
+        tensors, size, of_vocabulary, wrong = with_vocabulary(tensors, outputs, backbone.vocab, path)
         arguments = {"depth": depth, "layers": layers, "prefix_attention": prefix, "draft_vocab_size": size}
-        return [Imported("hydra", arguments, tensors, notes=(*notes, *of_vocabulary))]
+        return [Heads("hydra", arguments, tensors, notes=(*notes, *of_vocabulary), remarks=tuple(wrong))]

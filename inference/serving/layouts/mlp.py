@@ -6,22 +6,19 @@ TGI and vLLM up to 0.9.2 load the checkpoint as it is, over the whole vocabulary
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.mlp import PREFIX
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, whole_number
-from headstart.inference.serving.layouts.parts import WHOLE, over_whole_vocabulary, vocabulary_shapes, with_vocabulary
-from headstart.inference.serving.layouts.reader.base import Reading, Shapes
-from headstart.inference.serving.layouts.reader.heads import MlpReader
+from headstart.inference.serving.layouts.layout import Counting, Heads, ServedLayout, whole_number
+from headstart.inference.serving.layouts.parts import WHOLE, over_whole_vocabulary, with_vocabulary
 from headstart.support.errors import UserError
 
 SHARED = re.compile(re.escape(PREFIX) + r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
 
 
-class MlpSpeculator(RenamedLayout):
+class MlpSpeculator(ServedLayout):
     """A stack of linear layers, embeddings and norms, one of each a depth."""
 
     name, title, methods, engines = "mlp-speculator", "IBM accelerator (MLP speculator)", ("mlp",), ("vllm", "tgi")
@@ -41,7 +38,7 @@ class MlpSpeculator(RenamedLayout):
     def recognises(self, files: Files) -> bool:
         return files.config.get("model_type") == "mlp_speculator" or bool(files.names(f"{PREFIX}proj."))
 
-    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
         path, config = files.path, files.config
         if config.get("n_predict") is None:
             raise UserError(f"{path}: config.json does not say n_predict, the number of tokens that it drafts; add it")
@@ -55,29 +52,14 @@ class MlpSpeculator(RenamedLayout):
                 if shared is None or not shared.equal(tensors[name]):
                     raise UserError(f"{path} says tie_weights, but {name} differs from the {match[1]} of other depths; set it to false")
                 del tensors[name]
-        inner = config.get("inner_dim") or config.get("emb_dim") or on.width  # 0: the width of the backbone
-        options = {"n_predict": depth, "inner_dim": inner, "tied": tied, "scale_input": bool(config.get("scale_input", False))}
-        return [Reading(MlpReader, config, tensors, options=options)]
-
-    def shaped(self, reading: Reading, on: Sizes) -> Reading:
-        config, K, inner, tied = reading.config, *(reading.options[key] for key in ("n_predict", "inner_dim", "tied"))
-        (V, DV), D = on.vocabularies(config), config.get("emb_dim") or on.width
-        shapes: Shapes = {}
-        for i in range(1 if tied else K):
-            shapes |= {f"emb.{i}.weight": (V, inner), f"head.{i}.weight": (DV, inner), f"ln.{i}.weight": (inner,), f"ln.{i}.bias": (inner,)}
-        shapes |= {f"proj.{i}.weight": (inner, inner if i else D) for i in range(min(K, 2) if tied else K)}
-        named = {PREFIX + name: size for name, size in shapes.items()}
-        return replace(reading, shapes=named | vocabulary_shapes(DV, V), optional=frozenset({"t2d"}))
-
-    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
-        options = reading.options
-        heads = [f"{PREFIX}head.{k}.weight" for k in range(1 if options["tied"] else options["n_predict"])]
-        tensors, size, notes = with_vocabulary(reading.tensors, heads, backbone.vocab, files.path)
+        inner = config.get("inner_dim") or config.get("emb_dim") or backbone.dim  # 0: the width of the backbone
+        heads = [f"{PREFIX}head.{k}.weight" for k in range(1 if tied else depth)]
+        tensors, size, notes, remarks = with_vocabulary(tensors, heads, backbone.vocab, path)
         arguments = {
-            "depth": options["n_predict"],
-            "inner_dim": None if options["inner_dim"] == backbone.dim else options["inner_dim"],
-            "tie_weights": options["tied"],
-            "scale_input": options["scale_input"],
+            "depth": depth,
+            "inner_dim": None if inner == backbone.dim else inner,
+            "tie_weights": tied,
+            "scale_input": bool(config.get("scale_input", False)),
             "draft_vocab_size": size,
         }
-        return Imported("mlp", arguments, tensors, notes=tuple(notes))
+        return [Heads("mlp", arguments, tensors, notes=tuple(notes), remarks=tuple(remarks))]

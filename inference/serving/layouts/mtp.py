@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,7 @@ from headstart.heads.checkpoint import read_drafter
 from headstart.heads.mtp import Mtp
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import DamagedError, Files, require_finite, require_new
-from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes
-from headstart.inference.serving.layouts.reader.base import Reading, Shapes
-from headstart.inference.serving.layouts.reader.eagle import MtpReader
-from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
+from headstart.inference.serving.layouts.layout import Counting, Heads, ServedLayout, Sizes
 from headstart.support.errors import UserError
 from headstart.support.files import atomic
 from headstart.support.json_text import read_json
@@ -106,7 +102,7 @@ SERVED = {("mimo", "mimo"), ("qwen3_5", "qwen3_5"), ("qwen3_5", "qwen3_5_text")}
 PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 
 
-class MtpStitch(RenamedLayout):
+class MtpStitch(ServedLayout):
     """The copy has the backbone's own dtype; of its files only safetensors, configuration and tokenizer."""
 
     name, title, methods, engines = "mtp-stitch", "MTP modules", ("mtp",), ("vllm", "sglang")
@@ -139,40 +135,21 @@ class MtpStitch(RenamedLayout):
         text = _text(files)
         return Sizes(text.get("hidden_size"), text.get("vocab_size"), text.get("num_hidden_layers"))
 
-    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
-        names, wanted, modules = _names(files, on.layers), dict[str, str](), 0
-        if names is None:
-            raise DamagedError(f"{files.path} holds MTP modules, but none that follows the {on.layers} layers of this backbone")
-        while names.native(f"mtp.{modules}.eh_proj.weight", on.layers) in files.shapes and not (names.single and modules):
-            own = {names.native(f"mtp.{modules}.{part}.weight", on.layers): f"mtp.{modules}.{part}.weight" for part in PARTS}
-            start = names.native(f"mtp.{modules}.layer.", on.layers)
-            inside = [name for name in files.names(start) if name not in own and not name.endswith(SHARED)]
-            wanted |= own | {name: f"mtp.{modules}.layer.{name.removeprefix(start)}" for name in inside}
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
+        layers = backbone.num_layers
+        if (names := _names(files, layers)) is None:
+            raise DamagedError(f"{files.path} holds MTP modules, but none that follows the {layers} layers of this backbone")
+        wanted, modules = list[str](), 0
+        while names.native(f"mtp.{modules}.eh_proj.weight", layers) in files.shapes and not (names.single and modules):
+            own = [names.native(f"mtp.{modules}.{part}.weight", layers) for part in PARTS]
+            inside = files.names(names.native(f"mtp.{modules}.layer.", layers))
+            wanted += own + [name for name in inside if name not in own and not name.endswith(SHARED)]
             modules += 1
-        tensors = {wanted[name]: tensor for name, tensor in files.read(name for name in wanted if name in files.shapes).items()}
-        rest = len(files.shapes) - len(tensors)
-        options = {"family": names.name, "modules": modules, "rest": rest}
-        return [Reading(MtpReader, _text(files), tensors, options=options)]
-
-    def shaped(self, reading: Reading, on: Sizes) -> Reading:
-        names = LAYOUTS[reading.options["family"]]
-        layer = replace(read_shape(reading.config, 1), bias=names.attention_bias)
-        D = layer.hidden
-        own = layer_shapes(layer, D, head_norms=names.gated) | {"input_layernorm.weight": (D,)}
-        if names.gated:
-            own["self_attn.q_proj.weight"] = (2 * layer.heads * layer.head_dim, D)
-        shapes: Shapes = {}
-        for i in range(reading.options["modules"]):
-            shapes |= {f"mtp.{i}.{part}.weight": (D, 2 * D) if part == "eh_proj" else (D,) for part in PARTS}
-            shapes |= {f"mtp.{i}.layer.{name}": size for name, size in own.items()}
-        return replace(reading, layer=layer, shapes=shapes)
-
-    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
-        names, modules, rest = LAYOUTS[reading.options["family"]], reading.options["modules"], reading.options["rest"]
-        tensors = {names.native(name, backbone.num_layers): tensor for name, tensor in reading.tensors.items()}
+        tensors = files.read(name for name in wanted if name in files.shapes)
         arguments = {"layout": names.name} | ({"shared": False, "depth": modules} if modules > 1 else {})
+        rest = len(files.shapes) - len(tensors)
         notes = (f"{rest} tensors of the model beside the modules are left out",) if rest else ()
-        return Imported("mtp", arguments, tensors, notes=notes)
+        return [Heads("mtp", arguments, tensors, notes=notes)]
 
 
 def _text(files: Files) -> dict[str, Any]:

@@ -82,19 +82,14 @@ def layer_ids_disagree(top: list[int] | None, named: list[int] | None, key: str)
     ]
 
 
-def vocabulary_shapes(draft_vocab: int, vocab: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a draft vocabulary; there are none for the whole one."""
-    return {"d2t": (draft_vocab,), "t2d": (vocab,)} if draft_vocab < vocab else {}
-
-
 def with_vocabulary(
     tensors: Mapping[str, Tensor], output_layers: Sequence[str], vocab: int, path: str
-) -> tuple[dict[str, Tensor], int | None, list[str]]:
-    """Return the tensors with consistent ``d2t`` and ``t2d``, the size of the draft vocabulary (None: the whole one), and notes.
+) -> tuple[dict[str, Tensor], int | None, list[str], list[str]]:
+    """Return the tensors with consistent ``d2t`` and ``t2d``, the size of the draft vocabulary (None: the whole one), notes and remarks.
 
     Rows of the output layers follow the tokens if these are not ascending. Raises UserError for maps that contradict each other.
     """
-    kept, notes = dict(tensors), list[str]()
+    kept, notes, remarks = dict(tensors), list[str](), list[str]()
     d2t, t2d = kept.pop("d2t", None), kept.pop("t2d", None)
     rows = {len(kept[name]) for name in output_layers if name in kept}
     if len(rows) > 1:
@@ -104,26 +99,26 @@ def with_vocabulary(
         if t2d is not None and (t2d.ndim != 1 or len(t2d) != vocab or int(t2d.sum()) != DV):
             raise UserError(f"{path}: t2d {list(t2d.shape)} marks {int(t2d.sum())} tokens of {DV} in the output layer: fetch it again")
         if DV == vocab:
-            return kept, None, notes
+            return kept, None, notes, remarks
         if t2d is None:
             raise UserError(f"{path} drafts {DV} of the backbone's {vocab} tokens and has no d2t, which says which: fetch it with d2t")
         tokens_DV = t2d.nonzero().flatten()
-        notes.append("d2t is missing and was made from t2d")
+        remarks.append("d2t is missing and was made from t2d: engines draft the first tokens of the vocabulary, or load zeros")
     else:
-        tokens_DV = _tokens(d2t, t2d, vocab, DV, path, notes)
+        tokens_DV = _tokens(d2t, t2d, vocab, DV, path, remarks)
     order_DV = tokens_DV.argsort()
     if not torch.equal(order_DV, torch.arange(DV)):
         kept |= {name: kept[name][order_DV] for name in output_layers if name in kept}
         notes.append("draft tokens are in another order than the backbone's: the rows of the output layer follow them")
         tokens_DV = tokens_DV[order_DV]
     if DV == vocab:
-        return kept, None, notes
+        return kept, None, notes, remarks
     kept["d2t"] = tokens_DV - torch.arange(DV)
     kept["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens_DV, True)
-    return kept, DV, notes
+    return kept, DV, notes, remarks
 
 
-def _tokens(d2t: Tensor, t2d: Tensor | None, vocab: int, DV: int, path: str, notes: list[str]) -> Tensor:
+def _tokens(d2t: Tensor, t2d: Tensor | None, vocab: int, DV: int, path: str, remarks: list[str]) -> Tensor:
     """Return the backbone token of each draft token (int64 ``[DV]``)."""
     if d2t.ndim != 1 or len(d2t) != DV or d2t.is_floating_point():
         raise UserError(f"{path}: d2t is {str(d2t.dtype).removeprefix('torch.')} {list(d2t.shape)}; expected are {DV} whole numbers")
@@ -135,7 +130,9 @@ def _tokens(d2t: Tensor, t2d: Tensor | None, vocab: int, DV: int, path: str, not
     if _fits(as_offsets, marked, vocab):
         return as_offsets
     if _fits(as_tokens, marked, vocab):
-        notes.append("d2t holds tokens instead of offsets (token minus draft token) and was converted: engines read it as offsets, wrongly")
+        remarks.append(
+            "d2t holds tokens instead of offsets (token minus draft token) and was converted: engines read it as offsets, wrongly"
+        )
         return as_tokens
     if marked is not None:
         raise UserError(f"{path}: d2t and t2d disagree, whether d2t holds offsets or tokens: the file is damaged, fetch it again")

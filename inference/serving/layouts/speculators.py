@@ -12,15 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.native_mtp import LAYOUTS
 from headstart.inference.serving.layouts.block import Block
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
-from headstart.inference.serving.layouts.eagle3 import Eagle3, has_qk_norm, tap_choices
+from headstart.inference.serving.layouts.eagle3 import Eagle3, has_qk_norm, joined, tap_choices
 from headstart.inference.serving.layouts.files import Contents, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, unscaled_embedding
-from headstart.inference.serving.layouts.mtp import MtpStitch
-from headstart.inference.serving.layouts.parts import IDS, sliding_window
-from headstart.inference.serving.layouts.reader.base import Reading
-from headstart.inference.serving.layouts.reader.eagle import MtpReader
+from headstart.inference.serving.layouts.layout import Counting, Heads, ServedLayout, unscaled_embedding
+from headstart.inference.serving.layouts.parts import IDS
 from headstart.support.errors import UserError
 
 VERSION = "0.9.0"
@@ -34,17 +32,13 @@ CLASSES = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator", "dspark":
 KIND, RESIDUAL = "speculators_model_type", "norm_before_residual"
 MTP_NAMES = {"input_proj": "eh_proj", "hidden_layernorm": "hnorm", "token_layernorm": "enorm", "final_layernorm": "norm"}
 """Modules of ``mtp_layers.0.``; others are of the decoder layer."""
-EAGLE3, BLOCK = Eagle3(), Block()
-INNER: dict[str, RenamedLayout] = {"eagle3": EAGLE3, "block": BLOCK, "mtp": MtpStitch()}
-"""The layouts that have the same tensors, by the method of the reader."""
 
 
-class Speculators(RenamedLayout):
+class Speculators(ServedLayout):
     """EAGLE-3, DFlash and DSpark; MTP modules are read too."""
 
     name, title, methods, engines = "speculators", "speculators", ("eagle3", "dflash", "dspark"), ("vllm",)
     order = 2
-    copies = Block.copies
 
     def lay_out(self, heads: Checkpoint, dtype: Dtype) -> Contents:
         config, tensors = heads.cast(dtype)
@@ -62,7 +56,7 @@ class Speculators(RenamedLayout):
         if heads.method == "eagle3":  # a later layer's hidden_norm is a copy that SGLang alone reads
             kept = {name: x for name, x in tensors.items() if not (name.startswith("layers.") and name.endswith(".hidden_norm.weight"))}
             tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in kept.items()}
-            tensors["embed_tokens.weight"] = heads.embedding().to(tensors["fc.weight"].dtype)
+            tensors["embed_tokens.weight"] = heads.ends.embed.weight.detach().to(tensors["fc.weight"].dtype)
             own = {key: bool(config.get(key)) for key in ("norm_before_fc", "fc_norm", "norm_output", RESIDUAL)}
             own |= {"embed_requires_grad": False, IDS: config[IDS]}
             layers["num_aux_hidden_states"] = config["num_aux_hidden_states"]  # vLLM reads it here only
@@ -90,7 +84,7 @@ class Speculators(RenamedLayout):
     def states(self, config: Mapping[str, Any]) -> bool:
         return KIND in config or "speculators_config" in config
 
-    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
         config, path = files.config, files.path
         kind = config.get(KIND) or (config.get("speculators_config") or {}).get("algorithm")
         layer = config.get("transformer_layer_config")
@@ -99,33 +93,29 @@ class Speculators(RenamedLayout):
         stated = {key: value for key, value in config.items() if key != "transformer_layer_config" and value is not None}
         flat = {**layer, **stated}
         if kind == "mtp":
-            return [_mtp(files, layer)]
+            return [_with_depth(_mtp(files, layer, backbone), config)]
         if kind not in CLASSES:
             raise UserError(f"{path} holds heads of speculators' type {kind!r}; the import reads {', '.join(CLASSES)} and mtp")
         ids = {IDS: config.get(IDS if kind == "eagle3" else "aux_hidden_state_layer_ids")}
-        ((taps, _),) = tap_choices(ids, on.layers, "hs" if counting is None else counting, path)
+        ((taps, _),) = tap_choices(ids, backbone.num_layers, "hs" if counting is None else counting, path)
         if kind == "eagle3":
-            found = EAGLE3.readings(files, flat, [(taps, "")])
-            return [both for one in found for both in _residuals(one)] if RESIDUAL not in stated else found
+            found = [_with_depth(one, config) for one in Eagle3().of(files, flat, backbone, [(taps, "")])]
+            return found if RESIDUAL in stated else [both for one in found for both in _residuals(one)]
         kinds = set(layer.get("layer_types") or [])
         if len(kinds) > 1:
             raise UserError(f"{path} has layers of {' and '.join(sorted(kinds))}, and not all are causal; heads here have one kind")
         causal = "sliding_attention" in kinds and not config.get("sliding_window_non_causal", False)
         flat |= {"causal": causal, "sample_from_anchor": bool(config.get("sample_from_anchor", kind == "dspark"))}
-        flat |= {"layer_types": None} if sliding_window(flat, on.positions, path) is None else {}
-        reading = BLOCK.reading(files, flat, list(taps), on)
+        heads = Block().of(files, flat, backbone, list(taps))
         ignored = "sample_from_anchor is true, which vLLM's reader of this format ignores: it drops the first draft"
-        return [replace(reading, notes=(ignored,)) if reading.options["anchored"] else reading]
+        return [replace(heads, notes=(*heads.notes, ignored)) if flat["sample_from_anchor"] else heads]
 
-    def shaped(self, reading: Reading, on: Sizes) -> Reading:
-        return INNER[reading.method].shaped(reading, on)
 
-    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
-        found = INNER[reading.method].imported(reading, files, backbone)
-        methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        depth = methods[0].get("speculative_tokens")  # of a block it is not that of its training
-        known = isinstance(depth, int) and depth > 0 and reading.method != "block"
-        return replace(found, arguments={**found.arguments, **({"depth": depth} if known else {})})
+def _with_depth(heads: Heads, config: Mapping[str, Any]) -> Heads:
+    """Return the heads drafting as many tokens as is stated; of a block that is not the number of its training."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    depth = methods[0].get("speculative_tokens")
+    return replace(heads, arguments={**heads.arguments, "depth": depth}) if isinstance(depth, int) and depth > 0 else heads
 
 
 def _proposal(heads: Checkpoint) -> dict[str, Any]:
@@ -148,21 +138,18 @@ def _block_config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _residuals(reading: Reading) -> list[Reading]:
-    """Read the residual stream both ways, vLLM's first."""
-    parts = [reading.choice] if reading.choice else []
-    return [
-        replace(reading, options={**reading.options, RESIDUAL: value}, choice="; ".join([*parts, f"{RESIDUAL} {str(value).lower()}"]))
-        for value in (True, False)
-    ]
+def _residuals(heads: Heads) -> list[Heads]:
+    """Return both heads by what the residual stream takes, vLLM's first."""
+    ways = {value: joined(heads.choice, f"{RESIDUAL} {str(value).lower()}") for value in (True, False)}
+    return [replace(heads, arguments={**heads.arguments, RESIDUAL: value}, choice=choice) for value, choice in ways.items()]
 
 
-def _mtp(files: Files, layer: dict[str, Any]) -> Reading:
-    kind, start = layer.get("model_type"), "mtp_layers.0."
+def _mtp(files: Files, layer: dict[str, Any], backbone: Backbone) -> Heads:
+    kind, start, native = layer.get("model_type"), "mtp_layers.0.", LAYOUTS["qwen3_5"].native
     if kind not in ("qwen3_5_text", "qwen3_next") or files.names(f"{start}mlp.experts"):
         raise UserError(f"{files.path} holds an MTP layer of {kind}; mtp heads here have dense gated layers of Qwen3-Next and Qwen3.5")
     tensors = {}
     for name, tensor in files.read().items():
         module, _, part = name.removeprefix(start).rpartition(".")
-        tensors[f"mtp.0.{MTP_NAMES.get(module, f'layer.{module}')}.{part}"] = tensor
-    return Reading(MtpReader, layer, tensors, options={"family": "qwen3_5", "modules": 1, "rest": 0})
+        tensors[native(f"mtp.0.{MTP_NAMES.get(module, f'layer.{module}')}.{part}", backbone.num_layers)] = tensor
+    return Heads("mtp", {"layout": "qwen3_5"}, tensors)

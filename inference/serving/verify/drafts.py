@@ -9,9 +9,11 @@ A `Verdict` is the outcome of a verification, in words and as data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from headstart.inference.serving.reference import Agreement
 
 
 @dataclass(frozen=True)
@@ -186,93 +188,75 @@ def figures(transcripts: Sequence[Transcript]) -> dict[str, Any]:
     }
 
 
-UNKNOWN = "no cause was found"
-
-
 @dataclass
 class Verdict:
     """What was compared, whether it agrees, and if not, the likely cause."""
 
     folder: str
     heads: str | None
-    """The original heads; None: the folder alone was checked."""
+    """The original heads, if they are there."""
     engine: str
     backbone: str
     method: str = ""
     prompts: str = ""
     """How many prompts the figures are of, where they are from, and how they were decoded."""
+    reference: Agreement | None = None
+    """The drafts of the folder against those of the trained heads; None: there are none to compare with, or the files cannot be read."""
     comparison: Comparison | None = None
-    """None: the files could not be drafted with."""
-    distance: float | None = None
-    """Largest difference of logits, relative to the largest logit; None: not compared."""
-    logits_agree: bool = True
+    """The drafts of an engine; None: it was not asked, or refuses the folder."""
     faults: list[str] = field(default_factory=list)
     """What the files say that cannot be right."""
     changes: list[str] = field(default_factory=list)
     """What differs from the original heads."""
     notes: list[str] = field(default_factory=list)
-    found: str | None = None
-    """The mistake whose correction restores agreement."""
-    tried: int = 0
-    """Number of other readings that were tried."""
 
     @property
     def compared(self) -> bool:
-        """False if there was nothing to compare with: neither original heads nor another engine."""
-        return self.heads is not None or self.engine != "reference"
+        return self.reference is not None or self.comparison is not None
 
     @property
     def equal(self) -> bool:
-        """Whether both sides agree, or, with nothing to compare with, whether no mistake was found."""
-        agree = self.comparison is not None and self.comparison.equal and self.logits_agree
-        return agree and not self.faults and not self.changes and self.found is None
+        """Whether all that was compared agrees, and the files have no fault."""
+        agree = self.reference is None or self.reference.whole
+        asked = self.engine == "reference" or (self.comparison is not None and self.comparison.equal)
+        return agree and asked and not self.faults
 
     @property
     def cause(self) -> str | None:
         """The likely cause of a difference; None if there is none."""
-        if self.equal:
-            return None
-        known = [*self.faults[:1], *([self.found] if self.found else []), *self.changes[:1]]
-        return known[0] if known else UNKNOWN
+        return None if self.equal else next(iter([*self.faults, *self.changes, "no cause was found"]))
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict for people."""
-        what = f"{self.folder} ({self.method or 'not readable'}), {self.engine} engine, on {self.backbone}"
-        word = ("EQUAL" if self.equal else "DIFFERENT") if self.compared else "NO MISTAKE FOUND" if self.equal else "MISTAKE FOUND"
-        yield f"{word}: {what}"
+        word = "EQUAL" if self.equal else "DIFFERENT"
+        if not self.compared and not self.faults:
+            word = "NO FAULT FOUND"
+        how = "read back" if self.engine == "reference" else f"{self.engine} engine"
+        yield f"{word}: {self.folder} ({self.method or 'not readable'}), {how}, on {self.backbone}"
         if self.cause is not None:
             yield f"likely cause: {self.cause}"
-        if self.found is not None and self.found != self.cause:
-            yield f"confirmed by trial: {self.found}"
-        elif self.found is not None:
-            yield f"confirmed: read accordingly, {'the drafts agree' if self.heads else 'more drafts are right'}"
-        elif self.tried:
-            outcome = "restores agreement" if self.compared else "drafts much better"
-            yield f"{self.tried} other readings of the files were tried; none {outcome}"
-        if not self.compared:
-            yield "nothing was compared with Headstart, so a slight mistake cannot be told: give the original heads with --heads"
         yield from (f"in the files: {fault}" for fault in self.faults if fault != self.cause)
         yield from (f"against the original heads: {change}" for change in self.changes if change != self.cause)
+        if (one := self.reference) is not None:
+            logits = f"their logits differ by at most {one.distance:.1e} of the largest one"
+            yield f"{one.equal} of {one.drafts} drafts are those of the trained heads, {logits}"
+        elif not self.faults:
+            yield "the export stored no drafts to compare with: give the original heads with --heads, or measure it (headstart import)"
         yield from self._figures()
         yield from (f"note: {note}" for note in self.notes)
 
     def _figures(self) -> Iterator[str]:
         one = self.comparison
         if one is None:
-            yield "drafts were not compared: the files cannot be drafted with as they are"
             return
-        if self.compared:
-            sides = " and ".join(one.figures)
-            yield f"{sides}: {one.prompts} prompts, {one.equal_texts} equal texts; {one.equal_drafts} of {one.drafts} drafts equal"
-            if one.near_ties:
-                yield f"near-ties: {one.near_ties} of the differences are between tokens about equally likely, which rounding decides"
+        sides = " and ".join(one.figures)
+        yield f"{sides}: {one.prompts} prompts, {one.equal_texts} equal texts; {one.equal_drafts} of {one.drafts} drafts equal"
+        if one.near_ties:
+            yield f"near-ties: {one.near_ties} of the differences are between tokens about equally likely, which rounding decides"
         if (first := one.first) is not None:
             tokens = " and ".join(f"{side} {token}" for side, token in zip(one.figures, (first.ours, first.theirs), strict=True))
             what = "the text" if first.depth is None else f"depth {first.depth}"
             yield f"first difference: prompt {first.prompt}, after {first.position} tokens, {what}: tokens {tokens}"
-        if self.distance is not None:
-            whose = "" if self.engine == "reference" else " of the reference reading"
-            yield f"logits{whose} differ by at most {self.distance:.1e} of the largest one"
         yield f"measured on {self.prompts}"
         for side, figures in one.figures.items():
             rates = " ".join(f"{rate:.3f}" for rate in figures["acceptance_rate_per_pos"])
@@ -283,11 +267,8 @@ class Verdict:
 
     def report(self) -> dict[str, Any]:
         """Return the verdict as data."""
-        one = self.comparison
-        compared = None
-        if one is not None:
-            names = ("prompts", "equal_texts", "rounds", "drafts", "equal_drafts", "near_ties", "figures")
-            compared = {name: getattr(one, name) for name in names} | {"first_difference": None if one.first is None else vars(one.first)}
-        own = ("folder", "heads", "engine", "backbone", "method", "prompts", "compared", "faults", "changes", "notes", "found", "tried")
+        own = ("folder", "heads", "engine", "backbone", "method", "prompts", "compared", "faults", "changes", "notes")
         stated = {name: getattr(self, name) for name in own}
-        return {"equal": self.equal, "cause": self.cause, **stated, "logits_distance": self.distance, "comparison": compared}
+        reference = None if self.reference is None else self.reference._asdict()
+        comparison = None if self.comparison is None else asdict(self.comparison)
+        return {"equal": self.equal, "cause": self.cause, **stated, "reference": reference, "comparison": comparison}

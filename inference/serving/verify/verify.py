@@ -1,68 +1,58 @@
-"""Verify a folder of heads: an engine's drafts against Headstart's, token by token, and if they differ, why.
+"""Verify a folder of heads: what it drafts, read back by the import, against what the trained heads drafted when they were exported.
 
-Files are checked first: names, shapes, finite numbers, the draft vocabulary, the configuration against the backbone and, tensor by tensor,
-against the original heads. Then both sides decode the same prompts. Where they differ, other readings of the files are tried, and the
-verdict names the mistake whose correction restores agreement.
+Files are checked first: names, shapes, finite numbers, the draft vocabulary, the configuration against the backbone. Drafts are compared
+after states that a formula gives (`reference`). With an engine both sides also decode the same prompts, and every draft is compared.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import METADATA, read_metadata
-from headstart.inference.generate import SpeculativeModel, load
+from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files
-from headstart.inference.serving.layouts.reader.base import Reading, Target
-from headstart.inference.serving.verify import decode
-from headstart.inference.serving.verify.decode import Expected, Fit, headstart_drafts, read_heads, reference_drafts
-from headstart.inference.serving.verify.drafts import Engine, EngineSettings, Transcript, Verdict, compare
-from headstart.inference.serving.verify.mistakes import differences, faults_of, other_readings
-from headstart.inference.serving.verify.stored import StoredTarget, require_states, stored_drafts
+from headstart.inference.serving.layouts.layout import recognise
+from headstart.inference.serving.reading import build, original_of, read_exported, round_as_stored
+from headstart.inference.serving.reference import agreement, reference
+from headstart.inference.serving.verify.decode import headstart_drafts, near_tie
+from headstart.inference.serving.verify.drafts import Engine, EngineSettings, Verdict, compare
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.json_text import read_json
-from headstart.support.terminal import watched
 
-BETTER = 1.25
-"""Without original heads, a reading that drafts so many times as much of the backbone's text is taken for the right one."""
-LEAST = 0.05
-AGREES = "the reference engine agrees with Headstart on these files: the difference is the engine's own"
+AGREES = "read back, these files draft what the trained heads do: the difference is the engine's own"
 
 
 @dataclass(frozen=True)
 class Check:
-    """What to verify, on which prompts."""
+    """What to verify, and for an engine on which prompts."""
 
     folder: Path
     backbone: Backbone
+    """For the reference its embedding and output layer are enough."""
     heads: str | None
     """The original heads: a folder or hub id (None: the folder itself if it is a checkpoint of Headstart, otherwise none)."""
     engine: str
+    """``reference``: none."""
     prompts: list[list[int]]
     new_tokens: int
     depth: int | None = None
     """Tokens per draft (None: as many as the heads draft)."""
     end_tokens: tuple[int, ...] = ()
     allow_finetuned: bool = False
-    texts: tuple[Features, ...] = ()
-    """Texts with their features, if the backbone is not to run: the prompts are their beginnings."""
     where: str = ""
-    """Where the texts, or the prompts, are from."""
-
-    @cached_property
-    def target(self) -> Target:
-        model = self.backbone.model
-        return StoredTarget(model, self.texts) if self.texts else Target(model)
+    """Where the prompts are from."""
+    stored: tuple[dict[str, Any], ...] | None = None
+    """The drafts that the export stored, taken in place of those of ``heads``."""
 
     @property
     def original(self) -> str | None:
@@ -71,57 +61,79 @@ class Check:
 
 
 def find_engine(name: str) -> Engine:
-    """Return the engine of that name, other than the reference."""
+    """Return the engine of that name."""
     engine: Engine = importlib.import_module(f"headstart.inference.serving.verify.{name}").draft
     return engine
 
 
 @torch.no_grad()
 def verify(check: Check) -> Verdict:
-    """Verify a folder. Raises UserError for a missing folder, heads that the engine does not read, or an engine that is not installed."""
+    """Verify a folder. Raises UserError for a missing folder, heads of no known layout, or an engine that is not installed."""
     verdict = Verdict(str(check.folder), check.original, check.engine, check.backbone.name)
-    verdict.prompts = f"{len(check.prompts)} prompts of {check.where}, at temperature 0, up to {check.new_tokens} tokens each"
     try:
         files = read_files(check.folder)
         _require_unchanged(check)
-        original = check.original
-        heads = None if original is None else load(original, check.backbone, allow_finetuned=check.allow_finetuned, capture="off")
-        target, reading = check.target, read_heads(files, check.backbone)
     except DamagedError as error:
         verdict.faults.append(str(error))
         return verdict
-    verdict.method, verdict.notes = reading.method, list(reading.notes)
-    verdict.faults += faults_of(reading, target)
-    theirs = None
-    if original is not None and (folder := read_metadata(original)[0]).resolve() != check.folder.resolve():
-        theirs = read_heads(read_files(folder), check.backbone)
-        if reading.method != theirs.method:
-            verdict.changes.append(f"the folder holds {reading.method} heads, the original ones are {theirs.method}")
-        else:
-            verdict.changes += [cause for cause, _ in differences(reading, theirs)]
-    if heads is not None and heads.drafter is not None:
-        _round_as_stored(heads.drafter, files)
-    _compare(check, verdict, heads, reading, theirs)
+    layout = recognise(files)
+    verdict.method = layout.title
+    original = None if check.original is None else original_of(check.original, check.backbone, check.allow_finetuned)
+    drafter = _read(verdict, files, check.backbone, original)
+    if drafter is not None:
+        expected = check.stored if check.stored is not None else None if original is None else reference(original)
+        verdict.reference = None if expected is None else agreement(drafter, expected)
+        if verdict.reference is not None and not verdict.reference.whole and original is not None:
+            verdict.changes += differences(drafter, original)
+    if check.engine != "reference":
+        _against_engine(check, verdict, drafter)
     return verdict
 
 
-def recorded(folder: Path) -> tuple[str | None, str | None]:
-    """Return the heads that a folder was exported from and the backbone that it is for, as far as they are recorded.
+def _read(verdict: Verdict, files: Files, backbone: Backbone, original: Drafter | None) -> Drafter | None:
+    """Return the folder as a drafter, and round the original to the precision in which the folder stores it; None if it cannot be read."""
+    try:
+        found = read_exported(files, backbone)
+        drafter = build(found, backbone, files.path)
+    except UserError as error:
+        verdict.faults.append(str(error))
+        return None
+    verdict.faults += [*found.remarks, *_rope_faults(files)]
+    verdict.notes += found.notes
+    if original is not None:
+        round_as_stored(original, found)
+    return drafter
+
+
+def differences(drafter: Drafter, original: Drafter) -> list[str]:
+    """Say in which arguments and tensors heads are not the original ones."""
+    mine, theirs = drafter.arguments, original.arguments
+    own = [key for key in ("taps", "layer", *theirs) if key not in ("depth", "draft_depth", "layers", "draft_vocab_size", "path", "choose")]
+    found = [f"config: {key} is {mine[key]}, of the original heads {theirs[key]}" for key in dict.fromkeys(own)
+             if key in mine and key in theirs and mine[key] != theirs[key]]  # fmt: skip
+    tensors, others = drafter.tensors(), original.tensors()
+    odd = [name for name in others if name not in tensors or not tensors[name].equal(others[name])]
+    return [*found, *(f"tensor {name} is not as in the original heads: damaged, of another training or another vocabulary" for name in odd)]
+
+
+def recorded(folder: Path) -> tuple[str | None, str | None, tuple[dict[str, Any], ...] | None]:
+    """Return the heads that a folder was exported from, the backbone that it is for, and the stored drafts, as far as they are recorded.
 
     The heads are those of a folder that is still there, with the weights that were exported; a checkpoint of Headstart is its own.
     """
     if (folder / METADATA).is_file():
-        return str(folder), None
+        return str(folder), None, None
     try:
         stated = read_json(folder / PROVENANCE, "export the heads again")
         path, sha256, backbone = str(stated["heads"]["path"]), stated["heads"]["sha256"], str(stated["backbone"])
+        drafts = tuple(stated["reference"]) if "reference" in stated else None
     except (UserError, KeyError, TypeError):
-        return None, None
+        return None, None, None
     try:
         _, card = read_metadata(path)
     except UserError:
-        return None, backbone
-    return (path if card["weights"]["sha256"] == sha256 else None), backbone
+        return None, backbone, drafts
+    return (path if card["weights"]["sha256"] == sha256 else None), backbone, drafts
 
 
 def _require_unchanged(check: Check) -> None:
@@ -135,101 +147,35 @@ def _require_unchanged(check: Check) -> None:
         raise DamagedError(f"{file} is {fault} the one in {METADATA} (half-written, or edited); give the heads as they were with --heads")
 
 
-def _round_as_stored(drafter: Drafter, files: Files) -> None:
-    """Round Headstart's heads to the precision in which the folder stores them."""
-    tensors = (files.read([name])[name] for name in sorted(files.shapes))
-    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
-    if dtype.itemsize < drafter.backbone.dtype.itemsize:
-        drafter.to(dtype).to(drafter.backbone.dtype)
+def _rope_faults(files: Files) -> list[str]:
+    """Name two rotary bases that a configuration states under the old and the new key."""
+    config = files.config.get("transformer_layer_config") or files.config
+    stated = config.get("rope_parameters") or {}
+    bases = {float(base) for one in (stated.get("full_attention", stated), config) if (base := one.get("rope_theta")) is not None}
+    named = " and ".join(f"{base:g}" for base in sorted(bases))
+    return [f"rope: config.json states two bases, {named}; engines read either"] if len(bases) > 1 else []
 
 
-def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, reading: Reading, original: Reading | None) -> None:
-    """Decode on both sides and look for the cause of a difference."""
-    target, drafter = check.target, None if heads is None else heads.drafter
-    settings = EngineSettings(_depth(check, drafter, reading), check.new_tokens, check.end_tokens)
-    if isinstance(target, StoredTarget):
-        ours = _on_stored(check, verdict, target, drafter, reading, settings)
-    else:
-        ours = None if heads is None else headstart_drafts(heads, check.prompts, settings)
-    theirs = _engine_drafts(check, verdict, reading, target, settings)
-    whole = not reading.faults
-    if ours is None and check.engine != "reference" and whole:
-        ours = reference_drafts(reading, target, check.prompts, settings)
-    if ours is None and theirs is None:
-        return
-    texts = decode.expected_texts(target, theirs or [], settings.depth) if ours is None else decode.expected_drafts(target, ours, drafter)
-    fit = decode.fit_of(reading, target, texts) if whole else None
-    right = fit is not None and fit.whole
-    if theirs is not None:
-        names = ("headstart" if heads else "reference", check.engine)
-        near_tie = partial(decode.near_tie, reading, target) if right else lambda *_: False
-        verdict.comparison = compare(ours or theirs, theirs, names, near_tie)
-    if drafter is not None and fit is not None:
-        verdict.distance, verdict.logits_agree = fit.distance, fit.whole
-    if heads is None and check.engine == "reference":
-        _look_for_better(verdict, texts, target, reading, fit)
-    elif not right:
-        verdict.found = _look_for_cause(verdict, texts, target, reading, original)
-    elif theirs is not None and check.engine != "reference" and not verdict.equal:
-        verdict.notes.append(AGREES)
-        if cause := _look_for_cause(verdict, decode.expected_drafts(target, theirs), target, reading, None):
-            verdict.notes.append(f"the engine drafts as if: {cause}")
-
-
-def _on_stored(
-    check: Check, verdict: Verdict, target: StoredTarget, drafter: Drafter | None, reading: Reading, settings: EngineSettings
-) -> list[Transcript] | None:
-    """Return the transcripts of Headstart's heads on stored features; None without heads."""
-    require_states(target, drafter, reading, check.where)
-    assert isinstance(check.backbone, HeadOnlyBackbone)
-    target.lend(check.backbone)
-    verdict.notes.append(f"drafts continue {len(check.texts)} texts with their states in {check.where}: the backbone was not run")
-    if lacking := target.lacking(reading.taps):
-        verdict.notes.append(f"the folder reads the backbone after layers {list(reading.taps)}; the states of {lacking} are not stored")
-    return None if drafter is None else stored_drafts(drafter, target, check.prompts, settings)
-
-
-def _depth(check: Check, drafter: Drafter | None, reading: Reading) -> int:
-    assert reading.reader is not None
-    return check.depth or (drafter.depth if drafter is not None else reading.reader.depth_of(reading.options) or 4)
-
-
-def _engine_drafts(check: Check, verdict: Verdict, reading: Reading, target: Target, settings: EngineSettings) -> list[Transcript] | None:
-    """The engine's transcripts; None if the files are too damaged to draft with."""
-    if check.engine == "reference":
-        unread = reading.faults or (isinstance(target, StoredTarget) and target.lacking(reading.taps))
-        return None if unread else reference_drafts(reading, target, check.prompts, settings)
-    engine = find_engine(check.engine)
+def _against_engine(check: Check, verdict: Verdict, drafter: Drafter | None) -> None:
+    """Decode the prompts with Headstart's heads, the original ones if there are any, and with the engine."""
+    if check.original is not None:
+        drafter = load_drafter(check.original, check.backbone, allow_finetuned=check.allow_finetuned)
     if check.backbone.adapter is not None:
         merged = "export them with the adapter merged (headstart export --adapter merge)"
         raise UserError(f"{check.original} drafts for a backbone with an adapter, which {check.engine} is not given here: {merged}")
+    if drafter is None:
+        return
+    settings = EngineSettings(check.depth or drafter.depth, check.new_tokens, check.end_tokens)
+    engine = find_engine(check.engine)
     try:
-        return engine(check.folder, resolve(check.backbone.name), check.prompts, settings)
+        theirs = engine(check.folder, resolve(check.backbone.name), check.prompts, settings)
     except UserError as error:
         if not verdict.faults:
             raise
         verdict.notes.append(f"the engine refuses the folder: {error}")
-        return None
-
-
-def _look_for_cause(verdict: Verdict, texts: list[Expected], target: Target, reading: Reading, original: Reading | None) -> str | None:
-    """Try other readings until one gives what is expected, and return the mistake that it corrects."""
-    for cause, other in watched(other_readings(reading, target, original), "trying other readings", "reading"):
-        verdict.tried += 1
-        fit = decode.fit_of(other, target, texts, first_only=True)
-        if fit is not None and fit.whole:
-            return cause
-    return None
-
-
-def _look_for_better(verdict: Verdict, texts: list[Expected], target: Target, reading: Reading, fit: Fit | None) -> None:
-    """Without original heads: look for a reading that drafts much more of the backbone's own text."""
-    drafted, now = (fit.drafted, fit.share) if fit is not None else (0, 0.0)
-    best, share = None, max(now * BETTER, now + 2 * (now / max(drafted, 1)) ** 0.5, LEAST)  # beyond what chance makes of so many drafts
-    for cause, other in watched(other_readings(reading, target, None), "trying other readings", "reading"):
-        verdict.tried += 1
-        found = decode.fit_of(other, target, texts)
-        if found is not None and found.share > share:
-            best, share = cause, found.share
-    if best is not None:
-        verdict.found = f"{best}; read so, {share:.0%} of the drafts are right instead of {now:.0%}"
+        return
+    ours = headstart_drafts(SpeculativeModel(check.backbone, drafter, capture="off"), check.prompts, settings)
+    verdict.prompts = f"{len(check.prompts)} prompts of {check.where}, at temperature 0, up to {check.new_tokens} tokens each"
+    verdict.comparison = compare(ours, theirs, ("headstart", check.engine), partial(near_tie, drafter))
+    if not verdict.comparison.equal and verdict.reference is not None and verdict.reference.whole:
+        verdict.notes.append(AGREES)

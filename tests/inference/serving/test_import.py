@@ -13,6 +13,9 @@ import torch
 from families import VOCAB, shake, texts, tiny
 from foreign import DV, D, Tensors, near_one, write
 from naive_passes import part
+from plain.base import Target
+from plain.drafts import reference_drafts
+from plain.folders import read_heads
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
@@ -21,8 +24,7 @@ from headstart.inference.generate import load
 from headstart.inference.serving import importing as importer
 from headstart.inference.serving.importing import build
 from headstart.inference.serving.layouts.files import PROVENANCE, read_files
-from headstart.inference.serving.layouts.reader.base import Target
-from headstart.inference.serving.verify.decode import headstart_drafts, headstart_logits, read_heads, reference_drafts
+from headstart.inference.serving.verify.decode import headstart_drafts, headstart_logits
 from headstart.inference.serving.verify.drafts import EngineSettings
 
 LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict[str, Any]]] = {
@@ -54,7 +56,7 @@ def on(home: Path) -> Backbone:
 
 def readings(folder: Path, on: Backbone, counting: Any = None) -> list[tuple[Any, Drafter]]:
     found = read_files(str(folder))
-    return [(one, build(one, on, str(folder))) for one in importer.layout_of(found).imports(found, on, counting)]
+    return [(one, build(one, on, str(folder))) for one in importer.layout_of(found).parse(found, on, counting)]
 
 
 def only(folder: Path, on: Backbone) -> tuple[Any, Drafter]:
@@ -126,7 +128,7 @@ def test_medusa_in_all_its_files(on: Backbone, tmp_path: Path) -> None:
     config, tensors = foreign.medusa()
     reading, drafter = only(write(tmp_path / "pt", config, tensors, "medusa_lm_head.pt"), on)
     assert all(torch.equal(drafter.tensors()[name], tensor) for name, tensor in tensors.items())
-    assert "config.json states 2 heads, the file holds 3" in reading.notes[0]
+    assert "config.json states 2 heads, the file holds 3" in reading.remarks[0]
 
     native = {f"blocks.{k}.layers.0.{part}": tensors[f"{k}.0.linear.{part}"] for k in range(3) for part in ("weight", "bias")}
     native |= {f"lm_heads.{k}.weight": tensors[f"{k}.1.weight"] for k in range(3)}
@@ -162,7 +164,7 @@ def test_draft_vocabularies(on: Backbone, tmp_path: Path) -> None:
         reading, drafter = only(write(tmp_path / str(i), config, changed), on)
         assert drafter.tensors().keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in drafter.tensors().items())
-        assert i != 0 or "d2t holds tokens instead of offsets" in reading.notes[-1]
+        assert i != 0 or "d2t holds tokens instead of offsets" in reading.remarks[-1]
 
 
 def test_shards_half_precision_and_our_own_folders(home: Path, on: Backbone, tmp_path: Path) -> None:

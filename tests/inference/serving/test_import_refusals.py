@@ -36,7 +36,7 @@ EAGLE3, EAGLE1, MEDUSA, HYDRA = foreign.safeailab_eagle3, foreign.safeailab_eagl
 DFLASH, DSPARK, DOMINO = (lambda kind=kind: foreign.block(kind) for kind in ("dflash", "dspark", "domino"))
 IDS = "eagle_aux_hidden_state_layer_ids"
 CASES: list[tuple[Callable[[], Folder], str]] = [
-    (lambda: changed(EAGLE3(), fc__weight=None, d2t=None, t2d=None), "no known layout"),
+    (lambda: changed(EAGLE3(), {"architectures": None}, fc__weight=None), "no known layout"),
     (lambda: changed(EAGLE3(), norm__weight=None), "lacks the tensor norm.weight [32] of eagle3 heads"),
     (lambda: changed(EAGLE3(), norm__weight=None, final__weight=normal(D)), "it has final.weight [32], which they do not have"),
     (lambda: changed(EAGLE3(), extra__weight=normal(3, 4)), "has a tensor extra.weight [3, 4], which eagle3 heads of its config"),

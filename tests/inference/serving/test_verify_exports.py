@@ -9,11 +9,12 @@ import pytest
 import torch
 from architectures import served
 from families import SIZES, build, random_drafter, tiny
+from plain.base import Target
+from plain.diagnose import diagnose
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.serving.export import Request, export
-from headstart.inference.serving.layouts.reader.base import Target
 from headstart.inference.serving.verify.verify import Check, recorded, verify
 
 EXPORTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
@@ -42,10 +43,12 @@ def test_exports_are_equal(backbone: Backbone, tmp_path: Path, kind: str, argume
     for number, layout in enumerate(layouts):
         folder = tmp_path / str(number)
         export(Request(str(heads), layout, folder))
-        assert recorded(folder) == (str(heads), backbone.name)
-        verdict = verify(Check(folder, backbone, str(heads), "reference", [[5, 9, 33, 12, 7]], 5))
-        assert verdict.equal, list(verdict.lines())
-        assert verdict.comparison is not None and verdict.comparison.drafts > 5
+        assert recorded(folder)[:2] == (str(heads), backbone.name)
+        for stored in (recorded(folder)[2], None):  # the drafts that the export stored, and those of the heads
+            verdict = verify(Check(folder, backbone, None if stored else str(heads), "reference", [], 5, stored=stored))
+            assert verdict.equal, list(verdict.lines())
+            assert verdict.reference is not None and verdict.reference.drafts > 2
+        assert diagnose(folder, str(heads), backbone) is None  # by the plain reader too
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
@@ -56,8 +59,8 @@ def test_the_output_layer_of_a_backbone_may_have_a_bias(tmp_path: Path, kind: st
     backbone = load_backbone(str(tmp_path / "backbone"))
     random_drafter(kind, backbone, depth=3).save_pretrained(tmp_path / "heads")
     export(Request(str(tmp_path / "heads"), kind, tmp_path / "out"))
-    verdict = verify(Check(tmp_path / "out", backbone, str(tmp_path / "heads"), "reference", [[5, 9, 33, 12, 7]], 5))
-    assert verdict.equal, list(verdict.lines())
+    verdict = verify(Check(tmp_path / "out", backbone, str(tmp_path / "heads"), "reference", [], 5))
+    assert verdict.equal and diagnose(tmp_path / "out", str(tmp_path / "heads"), backbone) is None, list(verdict.lines())
 
 
 @torch.no_grad()
@@ -73,9 +76,10 @@ def test_an_export_knows_its_heads_and_backbone(backbone: Backbone, tmp_path: Pa
     heads = tmp_path / "heads"
     random_drafter("eagle", backbone).save_pretrained(heads)
     export(Request(str(heads), "eagle", tmp_path / "out"))
-    assert main(["verify", str(tmp_path / "out"), "--max-new-tokens", "4"]) == 0
-    said = capsys.readouterr()
-    assert "headstart and reference: 6 prompts" in said.out
-    assert "drafting with Headstart: 100%" in said.err and "drafting with the reference engine: 100%" in said.err
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert "drafts are those of the trained heads" in capsys.readouterr().out
     random_drafter("eagle", backbone, seed=9).save_pretrained(heads)  # trained on since
-    assert recorded(tmp_path / "out") == (None, backbone.name)
+    assert recorded(tmp_path / "out")[:2] == (None, backbone.name)
+    assert main(["verify", str(tmp_path / "out")]) == 0  # by the drafts that are stored
+    assert main(["verify", str(tmp_path / "out"), "--heads", str(heads)]) == 1
+    assert "is not as in the original heads" in capsys.readouterr().out

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.inference.serving.layouts.reader.base import NextToken, Reader, Reading, Target, Text
-from headstart.inference.serving.layouts.reader.layer import KeysValues, attend, finish, join, keys_values, linear, norm, queries, under
+from plain.base import NextToken, Reader, Reading, Target, Text
+from plain.layer import KeysValues, attend, finish, join, keys_values, linear, norm, queries, under
 
 
 class BlockReader(Reader):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from headstart.inference.serving.layouts.reader.layer import LayerShape
 from headstart.support.errors import UserError
+from plain.layer import LayerShape
 
 NextToken = Callable[[int], Tensor]
 """The logits ``[V]`` of the token that follows the one given; called with the root, then with each token drafted."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.inference.serving.layouts.reader.base import VOCABULARY, Reading, Target
-from headstart.inference.serving.layouts.reader.layer import Rope, read_rope, stated_thetas
 from headstart.support.errors import UserError
+from plain.base import VOCABULARY, Reading, Target
+from plain.layer import Rope, read_rope, stated_thetas
 
 ROUNDING = 2.0**-7
 """Relative difference that storing fp32 weights in bfloat16 makes."""
@@ -67,11 +67,8 @@ def _vocabulary_faults(reading: Reading, vocab: int) -> list[str]:
     return [] if torch.equal(marked, tokens) else ["d2t and t2d disagree about which tokens are drafted: one is of another vocabulary"]
 
 
-def differences(reading: Reading, original: Reading, quantised: bool = False) -> Iterator[Other]:
-    """Yield the parts of both that are not as in the original heads, each with the reading that takes it from there.
-
-    ``quantised``: the weights of linear layers are rounded, and only the others are compared.
-    """
+def differences(reading: Reading, original: Reading) -> Iterator[Other]:
+    """Yield the parts of both that are not as in the original heads, each with the reading that takes it from there."""
     if reading.taps != original.taps:
         yield f"the layers read are not those of the original heads: {list(reading.taps)}", replace(reading, taps=original.taps)
     if reading.layer is not None and original.layer is not None and reading.layer != original.layer:
@@ -86,7 +83,7 @@ def differences(reading: Reading, original: Reading, quantised: bool = False) ->
         mine, theirs = reading.tensors[name], original.tensors[name]
         if drafted is not None and "d2t" not in reading.tensors and len(theirs) == len(drafted) < len(mine):
             mine = mine[drafted]  # an output layer that was written over the whole vocabulary
-        if not (quantised and name.endswith("_proj.weight")) and not same(mine, theirs):
+        if not same(mine, theirs):
             yield f"tensor {name} {NOT_AS}", _with(reading, {name: theirs})
 
 

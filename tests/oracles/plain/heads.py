@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.inference.serving.layouts.reader.base import NextToken, Reader
-from headstart.inference.serving.layouts.reader.layer import linear
+from plain.base import NextToken, Reader
+from plain.layer import linear
 
 
 class MedusaReader(Reader):

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.inference.serving.layouts.reader.base import NextToken, Reader, Reading, Target, Text
-from headstart.inference.serving.layouts.reader.layer import KeysValues, causal_layer, gated_layer, linear, norm, under, zero_centred_norm
+from plain.base import NextToken, Reader, Reading, Target, Text
+from plain.layer import KeysValues, causal_layer, gated_layer, linear, norm, under, zero_centred_norm
 
 
 class PairReader(Reader):
