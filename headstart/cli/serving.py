@@ -46,7 +46,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 def export(args: argparse.Namespace) -> int:
     """Write heads in the layout of a serving engine and print how the engine starts with them."""
     from headstart.cli.loading import quiet
-    from headstart.inference.serving import export as exporting
+    from headstart.serving import export as exporting
     from headstart.support.files import write_json
 
     quiet()
@@ -71,7 +71,7 @@ def add_push(parser: argparse.ArgumentParser) -> None:
 
 def push(args: argparse.Namespace) -> int:
     """Upload heads with a model card, or write the folder that would be uploaded."""
-    from headstart.inference.serving.publish import Request, publish
+    from headstart.serving.publish import Request, publish
 
     where = publish(Request(args.heads, args.repo, args.private, args.dry_run, tuple(args.bench or ()), args.base_model, args.dtype))
     print(f"written to {where}, not uploaded; README.md is the model card" if args.dry_run else f"uploaded to {where}")
@@ -100,7 +100,7 @@ def add_import_heads(parser: argparse.ArgumentParser) -> None:
 def import_heads(args: argparse.Namespace) -> int:
     """Import heads that another trainer wrote as a Headstart checkpoint."""
     from headstart.cli.loading import backbone_of, chat_settings_of, quiet
-    from headstart.inference.serving import importing as importer
+    from headstart.serving import importing as importer
     from headstart.support.files import write_json
 
     quiet()
@@ -162,8 +162,8 @@ def verify(args: argparse.Namespace) -> int:
     import torch
 
     from headstart.cli.loading import backbone_name, quiet
-    from headstart.inference.serving.verify.verify import Check, recorded
-    from headstart.inference.serving.verify.verify import verify as examine
+    from headstart.serving.verify.verify import Check, recorded
+    from headstart.serving.verify.verify import verify as examine
     from headstart.support.errors import UserError
     from headstart.support.files import write_json
     from headstart.support.hub import find_folder
@@ -202,7 +202,7 @@ def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Ba
     """Return the backbone, for an engine whole and with prompts. Raises UserError, before it is loaded for what files show."""
     from headstart.heads.backbone.backbone import load_backbone
     from headstart.heads.checkpoint import require_sizes
-    from headstart.inference.serving.layouts.checkpoint import load_ends
+    from headstart.serving.layouts.checkpoint import load_ends
     from headstart.support.chat.prompts import require_prompts
     from headstart.support.errors import UserError
 

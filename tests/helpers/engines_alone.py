@@ -10,9 +10,9 @@ from plain.folders import read_heads
 
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.generate import load
-from headstart.inference.serving.layouts.files import read_files
-from headstart.inference.serving.verify.decode import headstart_drafts
-from headstart.inference.serving.verify.drafts import EngineSettings, Transcript
+from headstart.serving.layouts.files import read_files
+from headstart.serving.verify.decode import headstart_drafts
+from headstart.serving.verify.drafts import EngineSettings, Transcript
 
 
 def headstart(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:

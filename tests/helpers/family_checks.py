@@ -30,8 +30,8 @@ from headstart.inference.contract import chain, part
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.serving.export import Request, export
-from headstart.inference.serving.verify.verify import Check, verify
+from headstart.serving.export import Request, export
+from headstart.serving.verify.verify import Check, verify
 
 LENGTH, LENGTHS, SEEDS = 12, (9, 1, 14, 4), [5, 77, -3, 0]
 HEADS: list[tuple[str, dict[str, Any]]] = [("eagle3", {"depth": 3}), ("medusa", {"depth": 2})]

@@ -14,9 +14,9 @@ import torch
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import read_metadata
 from headstart.inference.generate import load
-from headstart.inference.serving.layouts.files import read_files
-from headstart.inference.serving.verify.decode import headstart_drafts
-from headstart.inference.serving.verify.drafts import EngineSettings
+from headstart.serving.layouts.files import read_files
+from headstart.serving.verify.decode import headstart_drafts
+from headstart.serving.verify.drafts import EngineSettings
 from plain.base import Target
 from plain.drafts import expected_drafts, fit_of
 from plain.folders import read_heads

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.inference.serving.reference import TOLERANCE, are_picks
-from headstart.inference.serving.verify.decode import headstart_logits
-from headstart.inference.serving.verify.drafts import EngineSettings, Transcript, judged
+from headstart.serving.reference import TOLERANCE, are_picks
+from headstart.serving.verify.decode import headstart_logits
+from headstart.serving.verify.drafts import EngineSettings, Transcript, judged
 from plain.base import Reading, Target, Text
 
 TEXTS, ROUNDS = 2, 4

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED
-from headstart.inference.serving.layouts.files import DamagedError, Files
-from headstart.inference.serving.layouts.layout import recognise
+from headstart.serving.layouts.files import DamagedError, Files
+from headstart.serving.layouts.layout import recognise
 from headstart.support.errors import UserError
 from plain.base import Reading, Shapes
 from plain.block import BlockReader
