@@ -96,7 +96,7 @@ test-all: $(INSTALLED)
 
 ACROSS := heads/backbone heads/draft_model heads/hybrid heads/window inference/arguments inference/beam inference/continued \
   inference/custom_generate inference/generate inference/lossless inference/offloaded inference/refusals inference/users_model \
-  inference/users_objects inference/versions inference/serving/export inference/serving/import inference/serving/verify \
+  inference/users_objects inference/versions serving/export serving/import serving/verify \
   training/adapter training/draft_model_training training/loop headstart/chat headstart/cli
 test-versions: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(foreach one,$(ACROSS),tests/$(dir $(one))test_$(notdir $(one)).py)

@@ -38,8 +38,8 @@ from headstart.inference.bench.judging import FAULT, name, sentence
 from headstart.inference.bench.page import report_page
 from headstart.inference.bench.systems import AR
 from headstart.inference.bench.table import rows_at, settings_of
-from headstart.inference.serving.export import Request, export
-from headstart.inference.serving.verify import vllm
+from headstart.serving.export import Request, export
+from headstart.serving.verify import vllm
 from headstart.support.devices import NAMES, dtype_name
 from headstart.support.errors import UserError, cause
 from headstart.support.files import require_writable, write_json, write_text

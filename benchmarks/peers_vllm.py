@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DRIVER = Path(__file__).parents[1] / "inference" / "serving" / "verify" / "vllm_driver.py"
+DRIVER = Path(__file__).parents[1] / "headstart" / "serving" / "verify" / "vllm_driver.py"
 SHARED = runpy.run_path(str(DRIVER))
 BY_DEPTH = "num_accepted_tokens_per_pos"
 

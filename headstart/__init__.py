@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
     from headstart.heads.backbone.features import Features
     from headstart.heads.base import Drafter
+    from headstart.inference.custom_generate import custom_generate
     from headstart.inference.engine.known_processors import stateless
     from headstart.inference.engine.tree import TreeShape
     from headstart.inference.generate import SpeculativeModel, load
     from headstart.inference.grammar import grammar
-    from headstart.inference.serving.custom_generate import custom_generate
     from headstart.inference.show import show
     from headstart.training.recipe.recipe import load_recipe
 
@@ -43,7 +43,7 @@ _HOME = {
     "Features": "headstart.heads.backbone.features",
     "SpeculativeModel": "headstart.inference.generate",
     "TreeShape": "headstart.inference.engine.tree",
-    "custom_generate": "headstart.inference.serving.custom_generate",
+    "custom_generate": "headstart.inference.custom_generate",
     "grammar": "headstart.inference.grammar",
     "load": "headstart.inference.generate",
     "load_backbone": "headstart.heads.backbone.backbone",

@@ -12,7 +12,6 @@ from headstart.cli.arguments import DEPTH, THREADS, add_precision, add_template_
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
-    from headstart.heads.backbone.features import Features
 
 EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart/eagle3 --to vllm --out out/served"
 PUSH_EXAMPLE = """examples:
@@ -41,20 +40,17 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         help="a backbone adapter that the heads were trained with: write the backbone with the adapter merged into it beside the heads "
         "(merge, the default), or the adapter as it is (keep)",
     )  # fmt: skip
-    parser.add_argument(
-        "--quantize", choices=("int8", "fp8"), help="store the decoder layers' linear weights in 8 bits, as compressed-tensors does"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
 
 
 def export(args: argparse.Namespace) -> int:
     """Write heads in the layout of a serving engine and print how the engine starts with them."""
     from headstart.cli.loading import quiet
-    from headstart.inference.serving import export as exporting
+    from headstart.serving import export as exporting
     from headstart.support.files import write_json
 
     quiet()
-    report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter, args.quantize))
+    report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter))
     print("\n".join(exporting.lines(report, args.out)))
     write_json(args.json, report)
     return 0
@@ -75,7 +71,7 @@ def add_push(parser: argparse.ArgumentParser) -> None:
 
 def push(args: argparse.Namespace) -> int:
     """Upload heads with a model card, or write the folder that would be uploaded."""
-    from headstart.inference.serving.publish import Request, publish
+    from headstart.serving.publish import Request, publish
 
     where = publish(Request(args.heads, args.repo, args.private, args.dry_run, tuple(args.bench or ()), args.base_model, args.dtype))
     print(f"written to {where}, not uploaded; README.md is the model card" if args.dry_run else f"uploaded to {where}")
@@ -104,7 +100,7 @@ def add_import_heads(parser: argparse.ArgumentParser) -> None:
 def import_heads(args: argparse.Namespace) -> int:
     """Import heads that another trainer wrote as a Headstart checkpoint."""
     from headstart.cli.loading import backbone_of, chat_settings_of, quiet
-    from headstart.inference.serving import importing as importer
+    from headstart.serving import importing as importer
     from headstart.support.files import write_json
 
     quiet()
@@ -122,8 +118,7 @@ def import_heads(args: argparse.Namespace) -> int:
 
 VERIFY_EXAMPLE = """examples:
   headstart verify out/served --heads out/quickstart/eagle3
-  headstart verify out/served --heads out/quickstart/eagle3 --engine vllm --prompts prompts.jsonl --json verdict.json
-  headstart verify out/served --features out/features   # a backbone that does not run here
+  headstart verify out/served --engine vllm --prompts prompts.jsonl --json verdict.json
   headstart verify someone/eagle3-heads --backbone meta-llama/Llama-3.1-8B-Instruct"""
 TEXTS = (
     "Once upon a time there was a little girl who lived near a river with her grandmother. One day",
@@ -144,18 +139,14 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backbone", metavar="M", help="folder, hub id or 'embedded' (default: the one recorded)")
     parser.add_argument(
         "--heads", metavar="DIR",
-        help="the heads that were exported (default: those that DIR records or is; if there are none, the files are judged by how much of "
-        "the backbone's own text they draft)",
+        help="the heads that were exported (default: those that DIR records or is; their drafts are stored in it)",
     )  # fmt: skip
     parser.add_argument(
         "--engine", choices=("reference", "vllm", "transformers"), default="reference",
-        help="whose drafts to compare with Headstart's (reference, the default: a plain reading of the files)",
+        help="an engine whose drafts to compare too (reference, the default: none; the files are read back, and the backbone does not run)",
     )  # fmt: skip
-    stored = (
-        "draft on the held-out rows of a feature cache (headstart cache) without running the backbone: too large, or train and export only"
-    )
-    parser.add_argument("--features", metavar="DIR", help=stored)
-    parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help="prompts, as for bench (default: some texts)")
+    about = "prompts for an engine, as for bench (default: some texts)"
+    parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help=about)
     add_template_arguments(parser)
     parser.add_argument("--limit", type=count(1), default=8, metavar="N", help="the first N prompts of each file only (8)")
     parser.add_argument("--prompt-tokens", type=count(2), default=48, metavar="N", help="most tokens of a prompt, its last ones (48)")
@@ -171,22 +162,22 @@ def verify(args: argparse.Namespace) -> int:
     import torch
 
     from headstart.cli.loading import backbone_name, quiet
-    from headstart.inference.serving.verify.verify import Check, recorded
-    from headstart.inference.serving.verify.verify import verify as examine
+    from headstart.serving.verify.verify import Check, recorded
+    from headstart.serving.verify.verify import verify as examine
     from headstart.support.errors import UserError
     from headstart.support.files import write_json
     from headstart.support.hub import find_folder
 
     quiet()
     folder = find_folder(args.folder, "heads")
-    exported, served = recorded(folder)
+    exported, served, stored = recorded(folder)
     heads, name = args.heads or exported, args.backbone or served
     if name is None and heads is None:
         raise UserError(f"{args.folder} does not say what its backbone is; give --backbone, or the heads that were exported with --heads")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     name = backbone_name(name, [heads] if heads else [])
-    backbone, texts, prompts = _running(args, name, heads) if args.features is None else _stored(args, name)
+    backbone, prompts = _subject(args, name, heads)
     verdict = examine(
         Check(
             folder=folder,
@@ -196,10 +187,10 @@ def verify(args: argparse.Namespace) -> int:
             prompts=prompts,
             new_tokens=args.max_new_tokens,
             depth=args.depth,
-            end_tokens=() if texts else _end_tokens(backbone),
+            end_tokens=_end_tokens(backbone),
             allow_finetuned=args.allow_finetuned,
-            texts=texts,
-            where=args.features or ", ".join(args.prompts or ["its own (--prompts for others)"]),
+            where=", ".join(args.prompts or ["its own (--prompts for others)"]),
+            stored=None if args.heads else stored,
         )
     )
     print("\n".join(verdict.lines()))
@@ -207,14 +198,11 @@ def verify(args: argparse.Namespace) -> int:
     return 0 if verdict.equal else 1
 
 
-Subject = tuple["Backbone", tuple["Features", ...], list[list[int]]]
-"""The backbone, stored texts with their features, if any, and the prompts."""
-
-
-def _running(args: argparse.Namespace, name: str, heads: str | None) -> Subject:
-    """Return the backbone to run. Raises UserError if it cannot verify trees, and before it is loaded for what files show."""
+def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Backbone, list[list[int]]]:
+    """Return the backbone, for an engine whole and with prompts. Raises UserError, before it is loaded for what files show."""
     from headstart.heads.backbone.backbone import load_backbone
     from headstart.heads.checkpoint import require_sizes
+    from headstart.serving.layouts.checkpoint import load_ends
     from headstart.support.chat.prompts import require_prompts
     from headstart.support.errors import UserError
 
@@ -222,24 +210,14 @@ def _running(args: argparse.Namespace, name: str, heads: str | None) -> Subject:
         require_prompts(file)
     if heads:
         require_sizes(heads, name, whole=False)
+    if args.engine == "reference":
+        if args.prompts:
+            raise UserError("--prompts are for an engine (--engine vllm or transformers); without one no text is written")
+        return load_ends(name), []
     backbone = load_backbone(name, dtype="fp32", device="cpu")
     if backbone.refusal is not None:
-        raise UserError(f"{backbone.refusal}: give a feature cache with --features, and drafts are compared on its states")
-    return backbone, (), _prompts(args, backbone, heads)
-
-
-def _stored(args: argparse.Namespace, name: str) -> Subject:
-    """Return the backbone without its layers, the stored texts, and of each the first half at most as a prompt."""
-    from headstart.heads.backbone.head_only import load_head_only
-    from headstart.support.errors import UserError
-    from headstart.training.features.cached import stored_texts
-
-    if args.prompts or args.engine != "reference":
-        odd = "--prompts" if args.prompts else f"--engine {args.engine}"
-        raise UserError(f"{odd} takes the backbone, which --features does not run; leave either out")
-    backbone = load_head_only(name, dtype="fp32", device="cpu")
-    texts = tuple(stored_texts(args.features, backbone)[: args.limit])
-    return backbone, texts, [one.tokens_BT[0, : min(args.prompt_tokens, one.tokens_BT.shape[1] // 2)].tolist() for one in texts]
+        raise UserError(f"{backbone.refusal}: leave out --engine {args.engine}, and drafts are compared without running the backbone")
+    return backbone, _prompts(args, backbone, heads)
 
 
 def _prompts(args: argparse.Namespace, backbone: Backbone, heads: str | None) -> list[list[int]]:

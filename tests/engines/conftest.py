@@ -6,7 +6,7 @@ import pytest
 from trained import ROOT
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.inference.serving.verify import vllm
+from headstart.serving.verify import vllm
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_jsonl
 

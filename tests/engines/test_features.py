@@ -18,7 +18,7 @@ import pytest
 from small_run import read_log
 from trained import ROOT
 
-from headstart.inference.serving.verify import vllm
+from headstart.serving.verify import vllm
 
 STEPS = 200
 RECIPE = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trained import ROOT
 
-from headstart.inference.serving.verify import vllm
+from headstart.serving.verify import vllm
 
 PROMPTS = 3
 

@@ -13,7 +13,7 @@ from trained import ROOT, trained
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.eagle import AutoregressiveDrafter
-from headstart.inference.serving.verify import vllm
+from headstart.serving.verify import vllm
 
 PACKAGES = ROOT / ".venv-engines" / "sglang"
 NAMES = ("eagle3", "eagle3-whole-vocabulary", "eagle3.1-two-layers", "eagle")

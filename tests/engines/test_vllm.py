@@ -6,8 +6,8 @@ import pytest
 from engines_alone import headstart
 from trained import HEADS, trained
 
-from headstart.inference.serving.verify import vllm
-from headstart.inference.serving.verify.drafts import EngineSettings, acceptance_rate_per_position, mean_acceptance_length
+from headstart.serving.verify import vllm
+from headstart.serving.verify.drafts import EngineSettings, acceptance_rate_per_position, mean_acceptance_length
 from headstart.support.errors import UserError
 
 NEW_TOKENS = 24

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, LAYERS, SIZES, backbone, build, texts, tiny
+from plain.base import Target
 from safetensors.torch import load_file, save_file
 from shrink import shrunk
 from transformers import Gemma2PreTrainedModel
@@ -20,7 +21,6 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone, load_toke
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.layers.start_values import layer_weights
 from headstart.inference.generate import load
-from headstart.inference.serving.layouts.reader.base import Target
 from headstart.support.errors import UserError
 
 WIDE = SIZES | {"max_position_embeddings": 256}

@@ -26,7 +26,7 @@ from headstart.heads.mtp import Mtp, MtpModule
 from headstart.inference.contract import chain, part
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.serving.layouts.mtp import INDEX, NEW_FILE, write_back
+from headstart.serving.layouts.mtp import INDEX, NEW_FILE, write_back
 from headstart.support.errors import UserError
 
 GATED = SIZES | {

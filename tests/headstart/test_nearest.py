@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headstart.cli.main import main
-from headstart.inference.serving.engines import nearest as unknown_format
+from headstart.serving.engines import nearest as unknown_format
 from headstart.support.errors import did_you_mean
 
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.cli.main import main
 from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
 from headstart.heads.methods import methods
-from headstart.inference.serving.layouts.files import read_files
+from headstart.serving.layouts.files import read_files
 from headstart.support.errors import UserError
 from headstart.support.hub import inside
 from headstart.training.features.manifest import Manifest, open_shard

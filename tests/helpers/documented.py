@@ -26,13 +26,11 @@ NOT_RUN = {
     "features.endpoint=": "asks a server; tests/training/test_served_features.py runs one",
     "eagle3.yaml data.train=answers.jsonl cache.dir": "needs that cache; tests/training/data/test_regenerate_and_cache.py",
     "glm.yaml cache.dir": "needs that recipe; tests/training/test_served_features.py writes a cache by a server",
-    "verify out/served --features": "needs that cache; tests/training/test_unverified_targets.py",
-    "--bench report.json": "uploads; tests/inference/serving/test_push.py",
+    "--bench report.json": "uploads; tests/serving/test_push.py",
     "--engine vllm": "needs vLLM; make test-engines",
-    "headstart import": "downloads; tests/inference/serving/test_import.py imports every layout",
-    "someone/": "downloads; tests/inference/serving/test_verify_exports.py",
+    "headstart import": "downloads; tests/serving/test_import.py imports every layout",
+    "someone/": "downloads; tests/serving/test_verify_exports.py",
     "--heads smollm2": "downloads; tests/real/test_shipped_heads.py",
-    "--quantize": "of heads of another shape; tests/heads/test_quantized.py",
     "my_head": "in order: tests/headstart/test_own_head.py",
 }
 """Part of a command -> why it is only parsed."""

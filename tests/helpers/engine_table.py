@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from headstart.inference.serving.engines import ENGINES, Support, support
-from headstart.inference.serving.layouts.checkpoint import METHODS
+from headstart.serving.engines import ENGINES, Support, support
+from headstart.serving.layouts.checkpoint import METHODS
 from headstart.support.files import write_text
 
 BEGIN, END = "<!-- engines: begin -->", "<!-- engines: end -->"

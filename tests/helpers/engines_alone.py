@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from plain.base import Target
+from plain.drafts import reference_drafts
+from plain.folders import read_heads
+
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.generate import load
-from headstart.inference.serving.layouts.files import read_files
-from headstart.inference.serving.layouts.reader.base import Target
-from headstart.inference.serving.verify.decode import headstart_drafts, read_heads, reference_drafts
-from headstart.inference.serving.verify.drafts import EngineSettings, Transcript
+from headstart.serving.layouts.files import read_files
+from headstart.serving.verify.decode import headstart_drafts
+from headstart.serving.verify.drafts import EngineSettings, Transcript
 
 
 def headstart(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:

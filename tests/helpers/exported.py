@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.inference.serving.export import Request, export
+from headstart.serving.export import Request, export
 from headstart.support.errors import UserError
 
 DV, D = 23, 32

@@ -42,7 +42,7 @@ MEANING = {
     "adaptive trees": "trees of adaptive size, with suffix matching as a second source, change no token",
     "train": "ten steps of `train_heads.py` lower the loss and leave the backbone as it is",
     "save, load": "trained heads are loaded, saved and loaded again with equal weights and drafts",
-    "export": "`headstart export --to vllm` of EAGLE-3, read by `headstart verify`, drafts the same tokens; no engine has run it here",
+    "export": "`headstart export --to vllm` of EAGLE-3, read back by `headstart verify`, drafts the same tokens; no engine has run it here",
 }
 TOKENS = "tokens trained = tokens decoded"
 """The column that tests/training/data/test_published_templates.py shows."""
@@ -67,7 +67,7 @@ what a template refuses is refused in one line. [How a conversation becomes labe
 ## Train and export only
 
 Heads for these are trained, from a server, from a cache or with `transformers`' own forward pass here, evaluated as teacher-forced chains,
-exported, and verified on stored features (`headstart verify --features`); engines decode with them. `generate`, `bench` and other
+exported, and verified without running (`headstart verify`); engines decode with them. `generate`, `bench` and other
 commands that decode end with this line. A tree of drafted tokens
 needs layers that read each path as if alone, and that can drop what was not accepted. Keys and values can be masked and dropped. The
 state of a gated delta rule layer (Qwen3-Next, Qwen3.5, OLMo-Hybrid) has a closed form along every path, which is implemented.

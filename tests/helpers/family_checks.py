@@ -16,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 from architectures import Architecture
 from families import Scripted, left_padded, prompts, random_drafter, read, say, texts, unpadded
+from plain.diagnose import diagnose
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
 from test_contract import CLOSE
@@ -29,8 +30,8 @@ from headstart.inference.contract import chain, part
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.serving.export import Request, export
-from headstart.inference.serving.verify.verify import Check, verify
+from headstart.serving.export import Request, export
+from headstart.serving.verify.verify import Check, verify
 
 LENGTH, LENGTHS, SEEDS = 12, (9, 1, 14, 4), [5, 77, -3, 0]
 HEADS: list[tuple[str, dict[str, Any]]] = [("eagle3", {"depth": 3}), ("medusa", {"depth": 2})]
@@ -165,11 +166,12 @@ def drafts(drafter: Drafter, on: Backbone) -> list[Tensor]:
 
 
 def exports(of: Subject) -> None:
-    """In the layout of vLLM; the exported files, read by the reference engine, draft the same tokens."""
+    """In the layout of vLLM; the exported files, read back and by the plain reader, draft the same tokens."""
     folder = of.folder / "served"
     export(Request(str(of.run), "vllm", folder))
     verdict = verify(Check(folder, of.saved, str(of.run), "reference", [[5, 9, 33, 12, 7]], 5))
     assert verdict.equal, list(verdict.lines())
+    assert diagnose(folder, str(of.run), of.saved) is None
 
 
 CHECKS: dict[str, Callable[[Subject], None]] = {

@@ -22,9 +22,9 @@ from users_model import in_training, state
 import headstart
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import METADATA
+from headstart.inference.custom_generate import kept
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import GenerateOutput
-from headstart.inference.serving.custom_generate import kept
 from headstart.support.errors import UserError
 
 ROWS = left_padded(prompts((9, 4, 6)))

@@ -1,6 +1,6 @@
 """Import order of the layers, imports without extras, length of files and functions, public names.
 
-train_heads.py, headstart/cli -> training -> inference -> heads -> headstart/support -> torch, transformers
+train_heads.py, headstart/cli -> training, headstart/serving -> inference -> heads -> headstart/support -> torch, transformers
 """
 
 import ast
@@ -19,7 +19,9 @@ from headstart.heads.methods import methods
 ROOT = Path(__file__).parents[2]
 LAYERS = ("heads", "inference", "training")
 """Bottom up: a layer imports itself and the layers before it."""
-FOLDERS = ("headstart/support", *LAYERS, "headstart/cli")
+SERVING = ("heads", "inference", "serving")
+"""What headstart/serving imports; no layer imports it."""
+FOLDERS = ("headstart/support", *LAYERS, "headstart/serving", "headstart/cli")
 PLUGIN = "plugins/headstart-cpu/headstart_cpu"
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40
@@ -87,6 +89,12 @@ def test_imports_run_one_way(layer: str) -> None:
     imports = [(path, line, name) for path in sources(layer) for line, name in imported(path)]
     faults = [f"{path.relative_to(ROOT)}:{line}: {name}: {why}" for path, line, name in imports if (why := fault(layer, name))]
     assert not faults, "\n".join(faults)
+
+
+def test_serving_imports_no_training_and_no_layer_imports_serving() -> None:
+    found = {name.split(".")[1] for path in sources("headstart/serving") for _, name in imported(path) if name.startswith("headstart.")}
+    assert {*SERVING} <= found <= {*SERVING, *FACADE_FOR_ALL}
+    assert fault("inference", "headstart.serving.reading") is not None
 
 
 def test_scripts_and_tests_use_the_one_import_root() -> None:

@@ -22,9 +22,9 @@ from families import heads, say
 from random_calls import draw
 
 from headstart.cli.main import COMMANDS, main
-from headstart.inference.serving.engines import ENGINES
-from headstart.inference.serving.export import Request, export
-from headstart.inference.serving.layouts.files import PROVENANCE
+from headstart.serving.engines import ENGINES
+from headstart.serving.export import Request, export
+from headstart.serving.layouts.files import PROVENANCE
 from headstart.support.errors import UserError
 
 FROZEN = Path(__file__).with_name("frozen.json")

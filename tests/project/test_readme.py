@@ -11,7 +11,7 @@ from transformers import dynamic_module_utils
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.methods import build_drafter, methods
-from headstart.inference.serving.engines import ENGINES, TABLE, Support
+from headstart.serving.engines import ENGINES, TABLE, Support
 from headstart.support.config import dotted_keys
 from headstart.training.recipe.recipe import Recipe
 

@@ -18,7 +18,6 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
-from headstart.support.files import as_path
 from headstart.support.pytree import map_tensors
 from headstart.training.data.packing import Batch
 from headstart.training.data.sample import Sample
@@ -37,9 +36,6 @@ from headstart.training.features.source import FeatureSource, LiveFeatures, taps
 from headstart.training.features.supplement import FILE as SUPPLEMENT
 from headstart.training.features.supplement import nearest_taps, read_supplement
 from headstart.training.recipe.recipe import Recipe
-
-LEAST_TEXT = 4
-"""Tokens of a stored text that something can be drafted after."""
 
 
 class CachedFeatures(FeatureSource):
@@ -103,23 +99,6 @@ def open_source(
     cached = CachedFeatures(manifest, format_on_disk(form, manifest), taps, backbone)
     _read_by(backbone, cached)
     return cached, f"{folder}: {len(manifest.shards)} shards, {cache.dtype}"
-
-
-def stored_texts(path: str, backbone: Backbone) -> list[Features]:
-    """Return the held-out rows that a cache keeps with their features. Raises UserError if it has none, or is another backbone's."""
-    folder = as_path("features", path)
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise UserError(f"no features in {folder}: found no {MANIFEST}; write them with headstart cache")
-    stated = manifest.contents["features"]
-    if backbone.match({"weights": stated.get("backbone weights")}) == "other":
-        raise UserError(f"the features in {folder} are those of another backbone than {backbone.name}; give those of the heads' own")
-    form = CacheFormat(tuple(stated["taps"]), backbone.dim, backbone.dtype, stated["cache.dtype"])
-    supplement = read_supplement(manifest, form)
-    texts = [] if supplement is None else [one for one in supplement.texts() if one.tokens_BT.shape[1] >= LEAST_TEXT]
-    if not texts:
-        raise UserError(f"{folder} keeps no held-out rows with their tokens; write the cache again, with data.eval_rows above 0")
-    return texts
 
 
 def computed(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...]) -> FeatureSource:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count, takewhile
+from itertools import accumulate
 
 import torch
 from safetensors import safe_open
@@ -21,7 +21,7 @@ from headstart.heads.layers.start_values import probe_tokens
 from headstart.support.files import locked
 from headstart.training.data.batch_sampler import samples_hash
 from headstart.training.data.kept import Splits
-from headstart.training.data.packing import Batch, collate
+from headstart.training.data.packing import collate
 from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CacheFormat, Record
 from headstart.training.features.manifest import Manifest, save_tensors
@@ -60,14 +60,6 @@ class Supplement:
     def _held_out(self, number: int) -> Record:
         prefix = f"held.{number}."
         return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
-
-    def texts(self) -> Iterator[Features]:
-        """Yield the held-out rows with their features, whatever they are."""
-        for i in takewhile(lambda i: f"held.{i}.ids" in self.tensors, count()):
-            record = self._held_out(i)
-            tokens_1T = record["ids"][None].long()
-            rows = Batch(tokens_1T, torch.ones_like(tokens_1T, dtype=torch.bool), torch.zeros_like(tokens_1T), ((0,),))
-            yield self.form.decode(record, rows, self.form.taps)
 
 
 def read_supplement(manifest: Manifest, form: CacheFormat) -> Supplement | None:

@@ -14,7 +14,7 @@ from headstart.inference.bench.table import print_report
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_texts
-from headstart.inference.serving.verify.drafts import Round, Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
+from headstart.serving.verify.drafts import Round, Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
 from headstart.support.chat.prompts import Prompt
 
 DEPTH, NEW = 4, 15

@@ -1,0 +1,186 @@
+"""Import heads that other trainers wrote: recognise the layout, read it strictly, measure acceptance, and save a Headstart checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.model_config import end_tokens
+from headstart.heads.backbone.shipped import EMBEDDED, resolve
+from headstart.heads.base import Drafter
+from headstart.heads.checkpoint import save_drafter
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.measure import Settings, continue_texts, measure_tau
+from headstart.serving.layouts.files import PROVENANCE, Files, read_files, require_new
+from headstart.serving.layouts.layout import Counting, Heads
+from headstart.serving.reading import build, layout_of, require_fit, stored_dtype
+from headstart.support.chat.prompts import Prompter, read_prompts
+from headstart.support.chat.template import ChatSettings
+from headstart.support.devices import spread
+from headstart.support.errors import UserError
+from headstart.support.files import atomic
+from headstart.support.json_text import read_json
+from headstart.support.terminal import progress, watched
+
+CHAIN = 5
+"""Most tokens of the chains that are measured."""
+PROMPTS, WRITTEN = 8, 24
+"""Number of prompts, and how long those are that the backbone writes."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How to read and measure."""
+
+    counting: Counting | None = None
+    depth: int | None = None
+    prompts: str | None = None
+    new_tokens: int = 48
+    trust_remote_code: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, for the prompts and kept with the heads."""
+
+
+def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Backbone], wishes: Wishes) -> dict[str, Any]:
+    """Write the heads at ``path`` (folder or hub id) as a Headstart checkpoint to ``out`` and return a report.
+
+    ``load`` loads the backbone at ``backbone_path`` once the heads are known to fit it. Raises UserError, and writes nothing, for layouts
+    that are unknown or that Headstart's heads cannot compute, for another backbone, and for missing, unexpected or misshapen tensors.
+    """
+    require_new(out)
+    files = read_files(path)
+    layout = layout_of(files)
+    require_fit(files, layout, backbone_path, wishes.trust_remote_code)
+    backbone = load()
+    depth = wishes.depth or _exported_depth(files)
+    readings = [_deep(reading, depth) for reading in layout.parse(files, backbone, wishes.counting)]
+    drafters = [build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype) for reading in readings]
+    prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code, wishes.template_kwargs)
+    measured = measure(list(zip(readings, drafters, strict=True)), prompts, wishes.new_tokens)
+    best, lines = measured[0], verdict(measured)
+    quantised = ["quantised weights became the fp32 weights that they stand for"] if files.quantised else []
+    report = {
+        "source": path,
+        "layout": layout.title,
+        "kind": best.reading.kind,
+        "arguments": best.drafter.arguments,
+        "notes": [*best.reading.notes, *best.reading.remarks, *quantised],
+        "measured_on": of_prompts,
+        "readings": [{"choice": one.reading.choice, **one.figures} for one in measured],
+        "files": files.hashes(),
+    }
+    chat: dict[str, Any] = {"template": None, "template_kwargs": dict(wishes.template_kwargs), "eos_token_id": []}
+    drafter = best.drafter.to(dtype=stored_dtype(best.reading))
+    with atomic(out, folder=True) as folder:
+        save_drafter(drafter, folder, {"imported": report, "chat": chat})
+    return {**report, "backbone": backbone.name, "out": str(out), "verdict": lines, "recipe": recipe_overrides(best, out)}
+
+
+def _exported_depth(files: Files) -> int | None:
+    """Return the number of drafted tokens that `headstart export` states beside a layout, which does not."""
+    file = files.folder / PROVENANCE
+    stated = read_json(file, "export the heads again").get("depth") if file.is_file() else None
+    return stated if isinstance(stated, int) and stated > 0 else None
+
+
+def _deep(reading: Heads, depth: int | None) -> Heads:
+    """Return the reading drafting ``depth`` tokens, which the layouts do not say."""
+    if depth is None:
+        return reading
+    key = "depth" if reading.arguments.get("parallel") else "draft_depth"
+    return replace(reading, arguments={**reading.arguments, key: depth})
+
+
+def recipe_overrides(best: Measured, out: Path) -> list[str]:
+    """Return what a recipe needs to train these heads further: the arguments that are not the defaults."""
+    defaults = {name: field.default for name, field in type(best.drafter.config).model_fields.items()}
+    arguments = best.drafter.config.model_dump(mode="json", exclude_none=True)
+    own = {key: value for key, value in arguments.items() if value != defaults[key] and key not in ("architecture", "native")}
+    stated = {"kind": best.reading.kind, "init": str(out), **own}
+    return [f"drafter.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in stated.items()]
+
+
+# Which reading fits: the one whose drafts the backbone accepts most often.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A reading, its drafter, and what it accepted."""
+
+    reading: Heads
+    drafter: Drafter
+    figures: dict[str, Any]
+
+    @property
+    def tau(self) -> float:
+        return float(self.figures["tau"])
+
+
+def measure(readings: Sequence[tuple[Heads, Drafter]], prompts: Sequence[Tensor], new_tokens: int) -> list[Measured]:
+    """Decode the prompts greedily with each reading's drafter, in chains; the best comes first, and of equal ones the first."""
+    found = []
+    for reading, drafter in readings:
+        depth = min(CHAIN, drafter.max_depth or CHAIN)
+        with torch.no_grad():
+            figures = measure_tau(
+                SpeculativeModel(drafter.backbone, drafter, capture="off"),
+                watched(prompts, "measuring the heads", "prompt"),
+                max_new_tokens=new_tokens,
+                tree=TreeShape(depth + 1, 1, depth),
+            )
+        rates = figures["acceptance_per_depth"][:depth]
+        found.append(Measured(reading, drafter, {**figures, "acceptance_per_depth": rates}))
+    return sorted(found, key=lambda one: -one.tau)
+
+
+def verdict(measured: Sequence[Measured]) -> list[str]:
+    """Say which reading was taken and how the others did, a line each; the figures alone for a single one."""
+    first, *others = measured
+    rates = " ".join(f"{rate:.3f}" for rate in first.figures["acceptance_per_depth"])
+    lines = [f"tau {first.tau:.3f} in {first.figures['passes']} passes, acceptance per depth {rates}"]
+    if others:
+        lines.append(f"read as: {first.reading.choice}")
+        lines += [f"  otherwise tau {one.tau:.3f}: {one.reading.choice}" for one in others]
+        if first.tau - others[0].tau < 0.02 * first.tau:
+            lines.append("the figures are too close to tell the readings apart: give more prompts with --prompts FILE, or force --counting")
+    return lines
+
+
+def prompts_for(
+    backbone: Backbone, file: str | None, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None
+) -> tuple[list[Tensor], str]:
+    """Return prompts (int64 ``[T]``) and a description of where they are from; ``variables``: of the chat template. Raises UserError."""
+    if file is None and backbone.name == EMBEDDED:
+        file = str(Path(resolve(EMBEDDED)).parent / "prompts.jsonl")
+    if file is not None:
+        settings = ChatSettings(variables=variables or {}, ends=end_tokens(backbone.model.generation_config))
+        prompter = Prompter(load_tokenizer(backbone.name, trust_remote_code=trust_remote_code), settings=settings)
+        return [prompt.ids_T for prompt in read_prompts(file, prompter, PROMPTS)], f"{PROMPTS} prompts of {Path(file).name}"
+    return written(backbone), f"{PROMPTS} texts that the backbone wrote itself"
+
+
+def written(backbone: Backbone) -> list[Tensor]:
+    """Return the beginnings of texts that the backbone samples from its first token, or from different tokens if it has none."""
+    first = backbone.config.bos_token_id
+    starts = [first] * PROMPTS if isinstance(first, int) else spread(1, backbone.vocab - 1, PROMPTS)
+    prompts = [torch.tensor([start]) for start in starts]
+    with progress("writing prompts with the backbone", "prompt", PROMPTS) as bar:
+        output = continue_texts(
+            SpeculativeModel(backbone), prompts, Settings(WRITTEN, temperature=1.0), list(range(PROMPTS)), speculate=False
+        )
+        bar.update(PROMPTS)
+    assert output.accept_lengths is not None
+    found = [row_T[: 2 + sum(lengths)].cpu() for row_T, lengths in zip(output.sequences, output.accept_lengths, strict=True)]
+    ends = end_tokens(backbone.model.generation_config)
+    usable = [row_T for row_T in found if int(row_T[-1]) not in ends]
+    if not usable:
+        raise UserError(f"{backbone.name or 'the backbone'} ends every text that it begins itself; give prompts with --prompts FILE")
+    return usable

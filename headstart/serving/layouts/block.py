@@ -1,0 +1,187 @@
+"""Parallel block heads: DFlash (z-lab and the engines), DSpark and Domino, which differ in the correction of the logits.
+
+vLLM, SGLang and TensorRT-LLM load the checkpoint as it is. transformers drafts with a DFlash head as an assistant model, by
+``generate(assistant_model=..., speculation_type="dflash")``. ``target_layer_ids`` are layers from 0, whose output is the stream after one
+layer more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.serving.layouts.checkpoint import Checkpoint, Dtype
+from headstart.serving.layouts.files import Contents, DamagedError, Files
+from headstart.serving.layouts.layout import Counting, Heads, ServedLayout, unscaled_embedding, whole_number, without_copies
+from headstart.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree
+from headstart.support.errors import UserError
+
+UNUSED = ("confidence_head.", "verifier_")
+"""Tensors that do not change the drafts of a chain of fixed length."""
+RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+"""z-lab's names, and those of transformers' class."""
+FOREIGN = "muse_glimmer_assistant"
+"""The type of that class, whose windows count to both sides."""
+READ = {theirs: ours for ours, theirs in RENAMED.items()}
+KEPT = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    "rope_parameters", "max_position_embeddings", "layer_types", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id", "block_size",
+    "dtype",
+)  # fmt: skip
+"""Keys of transformers' class."""
+
+
+class Block(ServedLayout):
+    """Embedding and output layer are the backbone's; no file of a mask embedding, since the mask is a token of the backbone."""
+
+    name, title = "dflash", "DFlash, DSpark or Domino"
+    methods: ClassVar[tuple[str, ...]] = ("dflash", "dspark", "domino")
+    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang", "trtllm")
+    order = 5
+
+    def unread(self, heads: Checkpoint) -> dict[str, str]:
+        if heads.config["dflash_config"].get("causal"):
+            return dict.fromkeys(self.engines, "it reads causal blocks (drafter.causal) in the layout speculators alone")
+        return unscaled_embedding(heads, self.engines)
+
+    def recognises(self, files: Files) -> bool:
+        names = {READ.get(name, name) for name in files.shapes}
+        return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
+
+    def states(self, config: Mapping[str, Any]) -> bool:
+        return "block_size" in config and any(key in config for key in ("dflash_config", "target_layer_ids", "mask_token_id"))
+
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
+        config, nested = files.config, files.config.get("dflash_config") or {}
+        ids, top = nested.get("target_layer_ids", config.get("target_layer_ids")), config.get(IDS)
+        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+            raise UserError(f"{files.path}: dflash_config.target_layer_ids in config.json is a list of layer numbers; got {ids!r}")
+        flat, outputs = {**config, **nested}, [i + 1 for i in ids]
+        if counting in ("hs", "layer"):
+            return [self.of(files, flat, backbone, ids if counting == "hs" else outputs)]
+        if top is None or top == outputs:
+            return [self.of(files, flat, backbone, outputs)]
+        remarks = tuple(layer_ids_disagree(top, ids, "target_layer_ids"))
+        ways = [(top, f"{IDS} {top}"), (outputs, f"target_layer_ids {ids} counted as layer")]
+        found = [(self.of(files, flat, backbone, taps), f"{choice}: taps {taps}") for taps, choice in ways]
+        return [replace(heads, choice=choice, remarks=remarks) for heads, choice in found]
+
+    def of(self, files: Files, config: Mapping[str, Any], backbone: Backbone, taps: list[int]) -> Heads:
+        """Return the heads with these taps; ``config`` is flat."""
+        path, anchored = files.path, config.get("sample_from_anchor")
+        if sorted(taps) != taps or not all(1 <= tap <= backbone.num_layers for tap in taps):
+            fault = (
+                f"{path} reads the taps {taps}, and the backbone has {backbone.num_layers} layers: shifted layer ids, or another backbone"
+            )
+            raise DamagedError(f"{fault}; give that of their training")
+        correction = _correction(files, config)
+        if anchored is not None and bool(anchored) != (correction != "none"):
+            usual = "with a correction the first element drafts, without one the second" if correction != "none" else "without a correction"
+            stated = str(bool(anchored)).lower()
+            raise UserError(f"{path} has sample_from_anchor {stated}; {usual} in block heads here, so that theirs do not fit")
+        if (files.folder / "mask_embedding.pt").is_file():
+            raise UserError(f"{path} has a mask embedding of its own (mask_embedding.pt); block heads here use the backbone's")
+        if config.get("draft_vocab_size") not in (None, backbone.vocab):
+            drafted = config["draft_vocab_size"]
+            raise UserError(f"{path} drafts {drafted} of the backbone's {backbone.vocab} tokens; block heads here draft all")
+        names = [name for name in files.shapes if not name.startswith(UNUSED)]
+        window, notes = _window(config, backbone.max_positions or 0)
+        if len(names) < len(files.shapes):
+            notes.append("the confidence head is left out: here acceptance is calibrated while decoding")
+        read = {READ.get(name, name): tensor for name, tensor in files.read(names).items() if name not in ("d2t", "t2d")}
+        tensors, of_copies = without_copies(read, backbone, path)
+        arguments = {
+            **layer_arguments({**config, "model_type": "qwen3"}, backbone, path),
+            **_correction_arguments(tensors, backbone.dim),
+            "depth": whole_number(config, "block_size", path) - (correction == "none"),
+            "layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
+            "taps": tuple(taps),
+            "correction": correction,
+            "causal": _causal(config),
+            "sliding_window": window,
+            "mask_token": config.get("mask_token_id"),
+        }
+        return Heads("block", arguments, tensors, {READ[name]: name for name in files.shapes if name in READ}, (*notes, *of_copies))
+
+
+class DflashHf(Block):
+    """A DFlash head for ``AutoModel``, which has one class of them, named after the first checkpoint it was made for.
+
+    It reads the hidden states that `output_hidden_states` gives, the last of which is after the final norm, so that layer cannot be tapped.
+    """
+
+    name, methods, engines = "dflash-hf", ("dflash",), ("transformers",)
+    order = 0
+
+    def unread(self, heads: Checkpoint) -> dict[str, str]:
+        return {}
+
+    def lay_out(self, heads: Checkpoint, dtype: Dtype) -> Contents:
+        config, tensors = heads.cast(dtype)
+        layers = heads.card["contract"]["num_hidden_layers"]
+        if layers in config[IDS]:
+            fault = f"{heads.path} reads layer {layers}, the last, before the final norm; transformers gives it after the norm"
+            raise UserError(f"{fault}: train with drafter.taps below {layers}, or export --to dflash")
+        if config["dflash_config"].get("causal"):
+            raise UserError(f"{heads.path} is causal inside a block (drafter.causal), as transformers never is: export --to speculators")
+        if "sliding_window" in config:
+            raise UserError(
+                f"{heads.path} has a window (drafter.sliding_window), which transformers counts to both sides: export --to dflash"
+            )
+        stated = {
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "model_type": FOREIGN,
+            "sliding_window": config["max_position_embeddings"],  # of layers of another type
+            **config["dflash_config"],
+        }
+        kept = {key: config[key] for key in KEPT if key in config}
+        return Contents(kept | stated, {RENAMED.get(name, name): tensor for name, tensor in tensors.items()})
+
+    def notes(self, heads: Checkpoint) -> list[str]:
+        return [f"tensors are renamed: {', '.join(f'{old} to {new}' for old, new in RENAMED.items())}"]
+
+
+def _correction(files: Files, config: Mapping[str, Any]) -> str:
+    """Return the kind of the correction of logits. Raises UserError for a form that block heads here do not compute."""
+    if files.names("markov_head.") or config.get("markov_rank"):
+        if (form := config.get("markov_head_type", "vanilla")) != "vanilla":
+            raise UserError(f"{files.path} has a Markov head of type {form!r}; block heads here compute the vanilla one")
+        return "markov"
+    if not files.names("prefix_gru.") and config.get("projector_type") != "domino":
+        return "none"
+    fixed = (("shift_label", True), ("pure_draft_prefix_len", 1))
+    if odd := {key: config.get(key) for key, value in fixed if config.get(key) != value}:
+        raise UserError(f"{files.path} has a Domino head with {odd}; block heads here compute shift_label true and pure_draft_prefix_len 1")
+    return "recurrent"
+
+
+def _causal(config: Mapping[str, Any]) -> bool:
+    """Return whether blocks are causal inside: as stated, or by default where all layers have a window, as vLLM and SGLang read it."""
+    stated, kinds = config.get("is_causal", config.get("causal")), set(config.get("layer_types") or [])
+    return kinds == {"sliding_attention"} and config.get("model_type") != FOREIGN if stated is None else bool(stated)
+
+
+def _window(config: Mapping[str, Any], positions: int) -> tuple[int | None, list[str]]:
+    """Return the window of all layers (None: it holds all positions of the backbone, or heads here do not have it), and notes."""
+    kinds, window = set(config.get("layer_types") or []), config.get("sliding_window")
+    if config.get("use_swa") and "sliding_attention" not in kinds:  # of every layer, causal in none
+        kinds, window = {"sliding_attention"}, config.get("swa_window_size", window)
+    if "sliding_attention" not in kinds:
+        return None, []
+    if window is None or kinds != {"sliding_attention"} or config.get("model_type") == FOREIGN:
+        return None, [f"trained with a window of {window} positions, here without: limit(window={window}, sink=0) bounds it"]
+    return (None if 0 < positions <= window else window), []
+
+
+def _correction_arguments(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Any]:
+    """Return the sizes of the correction, from the shapes."""
+    if "markov_head.markov_w1.weight" in tensors:
+        return {"correction_rank": tensors["markov_head.markov_w1.weight"].shape[-1]}
+    if {"prefix_gru.weight_hh_l0", "embed_proj.0.weight"} <= tensors.keys():
+        state = tensors["prefix_gru.weight_hh_l0"].shape[-1]
+        return {"correction_rank": tensors["embed_proj.0.weight"].shape[0], "recurrent_size": None if state == max(1, dim // 4) else state}
+    return {}

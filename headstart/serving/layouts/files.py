@@ -1,0 +1,249 @@
+"""Folders of heads: reading the configuration and the tensors of one, and writing a new one as a whole.
+
+Weights are read from safetensors files, in shards too, or from pickles with ``weights_only``, which builds tensors and runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.serving.layouts.quantize import dequantized, stated_format
+from headstart.support.errors import UserError
+from headstart.support.files import atomic, file_hash
+from headstart.support.hub import find_folder, inside
+from headstart.support.json_text import read_json
+
+PROVENANCE = "headstart_export.json"
+"""File of an exported folder that says what was exported, for `headstart verify`."""
+DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.model", "*.txt", "*.jinja")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+PICKLES = ("*.bin", "*.pt", "*.pth")
+NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "mask_embedding.pt")
+"""Files that trainers and engines put beside the weights."""
+AGAIN = "half-written, or copied in part; fetch or export it again"
+
+
+class DamagedError(UserError):
+    """A folder that is not what was written: a file is missing, cut short or contradicts another. The message names it and the cause."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """A folder's ``config.json``, and the files and shapes of its tensors, which are read when they are asked for."""
+
+    path: str
+    """As the user named it."""
+    folder: Path
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    homes: Mapping[str, Path] = field(default_factory=dict)
+    """The file of every tensor."""
+    loaded: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors in memory: those of pickles, which are read as a whole, and of quantised files."""
+
+    @property
+    def quantised(self) -> str | None:
+        """How the weights are stored in 8 bits; None: they are not."""
+        return stated_format(self.config)
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return these tensors, or all, on the CPU. Raises DamagedError."""
+        found: dict[str, Tensor] = {}
+        by_file: dict[Path, list[str]] = {}
+        for name in self.shapes if names is None else names:
+            if name in self.loaded:
+                found[name] = self.loaded[name]
+            else:
+                by_file.setdefault(self.homes[name], []).append(name)
+        for path, wanted in by_file.items():
+            with _opened(path) as file:
+                found |= {name: file.get_tensor(name) for name in wanted}
+        return found
+
+    def names(self, start: str = "") -> list[str]:
+        """Return the names of the tensors that begin with ``start``."""
+        return [name for name in self.shapes if name.startswith(start)]
+
+    def hashes(self) -> dict[str, str]:
+        """Return the SHA-256 of each weights file, by its name."""
+        return {path.name: file_hash(path) for path in sorted(set(self.homes.values()))}
+
+
+def read_files(path: str | Path) -> Files:
+    """Read the configuration and the tensors' names and shapes of a folder or hub id. Raises UserError, for damage DamagedError."""
+    folder = find_folder(path, "heads", DOWNLOADED)
+    if left := sorted(one.name for one in folder.iterdir() if one.name.startswith(".") and one.name.endswith(".tmp")):
+        raise DamagedError(f"{folder} holds the temporary file {left[0]}: writing it was interrupted (half-written); export it again")
+    config = _json(folder / "config.json")
+    homes: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    loaded: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        if file.suffix == ".safetensors":
+            with _opened(file) as opened:
+                held = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        else:
+            loaded |= (tensors := _unpickled(file))
+            held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if twice := sorted(homes.keys() & held.keys()):
+            raise UserError(f"{path} has the tensor {twice[0]} in {homes[twice[0]].name} and in {file.name}; keep one of the files")
+        homes |= dict.fromkeys(held, file)
+        shapes |= held
+    files = Files(str(path), folder, config, shapes, homes, loaded)
+    if files.quantised is None:
+        return files
+    tensors = dequantized(config, files.read())
+    return replace(files, shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()}, loaded=tensors)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise DamagedError(f"{file.parent} has no {file.name}: half-written, or not a folder of heads; give one, or export them again")
+    try:
+        return read_json(file, "it may be half-written: fetch or export it again")
+    except UserError as error:
+        raise DamagedError(str(error)) from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """List the weights files: those of an index if there is one, else all safetensors, else all pickles."""
+    for index in INDEXES:
+        if (folder / index).is_file():
+            shards = _json(folder / index).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+                raise DamagedError(f"{folder / index} has no weight_map of tensors to files; {AGAIN}")
+            for name in sorted(set(shards.values())):
+                if Path(name).name != name:
+                    raise UserError(f"{index} in {folder} names the file {name!r} outside of it; fetch the heads from one that you trust")
+                if not inside(folder, name).is_file():
+                    raise DamagedError(f"{folder} lacks {name}: {index} lists {name}, which is not in the folder (half-written); {AGAIN}")
+            return [folder / name for name in sorted(set(shards.values()))]
+    found = sorted(folder.glob("*.safetensors"))
+    found = found or sorted({file for pattern in PICKLES for file in folder.glob(pattern)} - {folder / name for name in NOT_WEIGHTS})
+    if not found:
+        raise DamagedError(f"{folder} has a config.json but no weights (*.safetensors, *.bin, *.pt): {AGAIN}")
+    return [inside(folder, file.name) for file in found]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises DamagedError, also for what is wrong with it while it is open."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise _cut_short(file, error) from None
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of pickle protocols, where the error says it
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise _cut_short(file, error) from None
+    except (pickle.UnpicklingError, ValueError) as error:
+        cause = " ".join(str(error).split())[:120]
+        raise UserError(f"{file} is no file of tensors alone, or damaged ({cause}); nothing else is unpickled: fetch it again") from None
+    if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
+        found = found["state_dict"]
+    odd = [name for name, tensor in found.items() if not isinstance(tensor, Tensor)] if isinstance(found, dict) else [""]
+    if odd:
+        raise UserError(f"{file} holds other things than named tensors{f' ({odd[0]})' if odd[0] else ''}; give heads saved as a state dict")
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def _cut_short(file: Path, error: Exception) -> DamagedError:
+    cause = " ".join(str(error).split())[:200]
+    return DamagedError(f"{file} is cut short: it is truncated or damaged ({cause}), {AGAIN}")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A folder for a serving engine, in memory."""
+
+    config: dict[str, Any]
+    """``config.json``."""
+    tensors: dict[str, Tensor]
+    weights_file: str = "model.safetensors"
+    """Name of the safetensors file of the tensors."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Further files by their path inside the folder, with forward slashes."""
+    pickled_file: str | None = None
+    """Name of a second file of the same tensors, written by ``torch.save`` for engines that read no safetensors."""
+
+    def write(self, folder: Path) -> None:
+        """Write into an existing folder and compare the weights with what is in the file then.
+
+        Raises UserError for a tensor that holds a NaN or an infinite value.
+        """
+        require_finite(self.tensors)
+        tensors = _separate(self.tensors)
+        with atomic(folder / self.weights_file) as file:  # which gives it the usual permissions
+            save_file(tensors, file, metadata={"format": "pt"})
+        if self.pickled_file is not None:
+            torch.save(tensors, folder / self.pickled_file)
+        for name, content in self.files.items():
+            path = PurePosixPath(name)
+            assert not path.is_absolute() and ".." not in path.parts, name
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        with safe_open(folder / self.weights_file, framework="pt") as written:
+            shapes = {name: list(written.get_slice(name).get_shape()) for name in written.keys()}  # noqa: SIM118
+        assert shapes == {name: list(tensor.shape) for name, tensor in tensors.items()}, folder
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder`` when the block ends and is removed on an error.
+
+    Raises UserError if ``folder`` exists and is not an empty folder, or cannot be written.
+    """
+    require_new(folder)
+    try:
+        with atomic(folder, folder=True) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:  # such as a full disk
+        cause = " ".join(str(error).split())[:200]
+        raise UserError(f"cannot write {folder} ({cause}); nothing is written: make room or choose another folder") from None
+
+
+def require_new(folder: Path) -> None:
+    """Raise UserError if ``folder`` exists and is not an empty folder, or if it lies inside a file."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder; give a new one")
+    if files := [parent for parent in folder.absolute().parents if parent.is_file()]:
+        raise UserError(f"{folder} cannot be written: {files[0]} is a file; give a new folder")
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError naming the first tensor that holds a NaN or an infinite value."""
+    for name, tensor in tensors.items():
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite takes no 8-bit floats
+        if tensor.is_floating_point() and not bool(torch.isfinite(values).all()):
+            raise UserError(f"tensor {name} holds NaN or infinite values, so it is damaged or training diverged; nothing is written")
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, contiguous, none sharing memory with another, which safetensors refuses."""
+    own: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if pointer in seen or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        seen.add(pointer)
+    return own

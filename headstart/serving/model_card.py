@@ -1,0 +1,261 @@
+"""The model card of published heads. It states what the files say and what was measured, and names no folder of this machine.
+
+Figures are from reports of `headstart bench` and from the run's last evaluation. Of a path its last part is left, and hosts are taken out.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
+
+from headstart.heads.backbone.adapter import ADAPTER
+from headstart.heads.backbone.gguf_file import SUFFIX, find_gguf
+from headstart.heads.backbone.shipped import resolve
+from headstart.heads.checkpoint import recipe_section
+from headstart.inference.bench.systems import ALONE, FIXED
+from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, readers
+from headstart.serving.export import BACKBONE, adapter_rank
+from headstart.serving.layouts.layout import layouts_of
+from headstart.support.errors import UserError
+from headstart.support.files import require_file
+from headstart.support.hub import is_hub_id, reaching
+from headstart.support.json_text import log_lines, parse_json, read_json
+
+if TYPE_CHECKING:
+    from headstart.serving.publish import Heads
+
+UNCHANGED = ("eagle3", "draft_model", "pard")
+"""Methods whose checkpoints engines load as they are, unless an adapter belongs to them; others are exported first."""
+LICENSES = {
+    "apache-2.0": ("Apache License", "Version 2.0"),
+    "mit": ("MIT License", "Permission is hereby granted, free of charge"),
+    "bsd-3-clause": ("Redistribution and use in source and binary forms", "Neither the name"),
+}
+"""Identifiers on the hub -> phrases of the licence's text."""
+LICENSE_FILES = ("README.md", "config.json", "LICENSE", "LICENSE.txt", "LICENSE.md")
+SETTINGS = {"nodes", "width", "prompts", "temperature", "max_new_tokens"}
+"""Keys of an evaluation's settings that are shown."""
+PATH = re.compile(r"""(?<![\w.:/~-])(?:~[\w.-]*|[A-Za-z]:)?[/\\](?:[^\s/\\'",:=]+[/\\])*([^\s/\\'",:=]+)[/\\]?""")
+"""An absolute path in a command; the group is its last part."""
+START = re.compile(r"[/~]|[A-Za-z]:[/\\]")
+HOSTS = ("endpoint", "_name_or_path")
+"""Keys whose values may name a host or folder and say nothing about the heads."""
+TEXTS = ("template", "chat_template", "template_kwargs")
+"""Keys of chat templates, in which ``</think>`` and ``/no_think`` are no paths."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one measurement as rows of the table, and its settings in a sentence."""
+
+    rows: list[list[str]]
+    about: str
+    counted: bool = False
+    """Whether acceptance was measured as vLLM counts it too."""
+
+
+def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
+    """Return README.md for the repository ``repo``, with the backbone's licence, if it states one."""
+    base, backbone, data = heads.base_model or heads.shown_backbone, heads.card["backbone"], _data(heads)
+    license = license_of(heads.base_model or backbone) or (license_of(backbone) if heads.base_model not in (None, backbone) else None)
+    metadata = ModelCardData(
+        base_model=heads.base_model,
+        license=license,
+        library_name="headstart",
+        tags=["speculative-decoding", heads.method.replace("_", "-"), "headstart"],
+        datasets=[one for one in data if is_hub_id(one)] or None,
+    )
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
+        title=_title(heads),
+        backbone=heads.shown_backbone,
+        depth=heads.depth,
+        adapted=heads.card["contract"].get("adapter") is not None,
+        measured=measured,
+        counted=any(one.counted for one in measured),
+        serving=_serving(heads, repo),
+        layout=heads.layout,
+        repo=repo,
+        base=base,
+        gguf=base.endswith(SUFFIX),
+        carried=any(file.parts[0] == "custom_generate" for file in heads.files),
+        training=_training(heads, data),
+    )
+    return str(card) + "\n"
+
+
+def _data(heads: Heads) -> list[str]:
+    """Return the training data's names as the recipe gives them."""
+    train = recipe_section(heads.card["provenance"], "data").get("train")
+    return [str(one) for one in train] if isinstance(train, list | tuple) else [train] if isinstance(train, str) else []
+
+
+def _title(heads: Heads) -> str:
+    name = METHODS.get(heads.method, heads.method).partition(",")[0].partition(" (")[0]
+    return name[0].upper() + name[1:] + ("" if name.endswith("model") else " heads")
+
+
+def _serving(heads: Heads, repo: str) -> list[tuple[str, list[str]]]:
+    """Return the engines that read the heads, each with the lines that start it."""
+    found = []
+    for engine, entry in readers(heads.method).items():
+        if engine in heads.engines:  # of one whose newest version no longer reads a layout, the layout is asked for by name
+            to = engine if entry.until is None else next(one.name for one in layouts_of(heads.method) if engine in one.engines)
+            first, served = _served(heads, repo, to)
+            found.append((f"{ENGINES[engine]}, {entry}", [*first, launch_line(engine, served)]))
+    return found
+
+
+def _served(heads: Heads, repo: str, to: str) -> tuple[list[str], Served]:
+    """Return the lines that bring the heads into the layout ``to``, if they are not in it, and what the engine then starts with."""
+    adapted, own = heads.card["contract"].get("adapter") is not None, {file.parts[0] for file in heads.files}
+    first, folder, backbone = [], repo, heads.base_model or heads.shown_backbone
+    if heads.layout is None and (adapted or heads.method not in UNCHANGED):
+        own, folder = {BACKBONE}, "heads"  # as export writes them
+        first = [f"headstart export --heads {repo} --to {to} --backbone {backbone} --out {folder}"]
+    elif adapted:
+        folder = "heads"
+        first = [f"hf download {repo} --local-dir {folder}"]
+    if adapted and BACKBONE in own:
+        backbone = f"{folder}/{BACKBONE}"
+    kept = f"{folder}/{ADAPTER}" if adapted and ADAPTER in own else None
+    rank, config = adapter_rank(heads.folder / ADAPTER) if kept else 0, read_json(heads.folder / "config.json", "fetch the heads again")
+    return first, Served(heads.method, folder, backbone, heads.depth, config, kept, rank)
+
+
+def _training(heads: Heads, data: list[str]) -> dict[str, Any]:
+    """Return the rows of the table; those without a value are left out."""
+    given = heads.card["provenance"]
+    stated = {name: value for name, value in heads.card["arguments"].items() if value and not isinstance(value, dict | list)}
+    arguments = ", ".join(f"{name} {value}" for name, value in stated.items())
+    counts = {name: f"{given[name]:,}" for name in ("steps", "tokens") if given.get(name) is not None}
+    return {
+        "method": f"{METHODS.get(heads.method, heads.method)}: {arguments}" if arguments else "",
+        "backbone": heads.shown_backbone,
+        "its weights": heads.card["contract"].get("precision"),
+        "data": ", ".join(map(last_part, data)),
+        **counts,
+        "chat template": f"hash {given['chat_template']}" if given.get("chat_template") else "",
+        "layout": heads.layout,
+        "made with": ", ".join(f"{name} {number}" for name, number in given.get("versions", {}).items()),
+        "commit of Headstart": given.get("commit"),
+    }
+
+
+def license_of(backbone: str) -> str | None:
+    """Return the identifier of the licence of a folder or hub id, as its model card, configuration or LICENSE file states it.
+
+    None if it states none, or cannot be reached.
+    """
+    if (gguf := find_gguf(backbone)) is not None:
+        return str(gguf.header.metadata.get("general.license") or "") or None
+    folder = Path(resolve(backbone))
+    with suppress(OSError, ValueError):  # no network, which is not tried again for every file, or no hub id
+        for name in LICENSE_FILES:
+            file = folder / name if folder.is_dir() else _fetched(backbone, name)
+            if file is not None and file.is_file() and (found := _stated_license(file)) is not None:
+                return found
+    return None
+
+
+def _fetched(repo: str, name: str) -> Path | None:
+    with suppress(HfHubHTTPError), reaching(repo):  # no such file or repository
+        return Path(hf_hub_download(repo, name))
+    return None
+
+
+def _stated_license(file: Path) -> str | None:
+    text = file.read_text("utf-8", errors="replace")
+    found: object = None
+    try:
+        if file.name == "README.md":
+            found = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
+        elif file.suffix == ".json":
+            found = dict(parse_json(text, str(file))).get("license")
+        else:
+            found = next((name for name, phrases in LICENSES.items() if all(phrase in text for phrase in phrases)), "other")
+    except (ValueError, TypeError):  # metadata that is no YAML, or no mapping in JSON
+        return None
+    return found if isinstance(found, str) and found else None
+
+
+def bench_figures(file: Path, names: tuple[str, ...]) -> Measured:
+    """Return the figures of a report of ``headstart bench --json``. Raises UserError if it is none, or has no heads of these names."""
+    try:
+        report = read_json(require_file("--bench", file), "measure again")
+        found = [(Path(str(row["head"]).removesuffix(FIXED).removesuffix(ALONE)).name, row) for row in report["results"]]
+        rows = [row for name, row in found if name in names]
+        if not rows:
+            measured = ", ".join(sorted({name for name, _ in found}))
+            raise UserError(f"{file} has figures of {measured}, not of {names[0]}; give a report of headstart bench on these heads")
+        differing = max(row["prompts_differing"] for row in rows)
+        same = "Every token is that of autoregressive decoding with the same seed."
+        other = f"Tokens differ from autoregressive decoding in up to {differing} prompts, by rounding in this dtype."
+        about = (
+            f"`headstart bench` {report['versions']['headstart']} on {last_part(report['backbone'])}, {report['dtype']},"
+            f" {report['device']}, {report['threads']} threads; {report['prompts']} prompts, up to {report['max_new_tokens']} tokens each,"
+            f" seed {report['seed']}. {other if differing else same}"
+        )
+        cells = [_cells(task or "all", prompts, row, one) for row in rows for task, prompts, one in _tasks(row, report)]
+        return Measured(cells, about, counted=True)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        fault = f"{type(error).__name__}: {error}"
+        raise UserError(f"--bench {file} is no report of this version's headstart bench --json ({fault}); measure again") from None
+
+
+def _tasks(row: dict[str, Any], report: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
+    tasks = [(task, report["tasks"][task], one) for task, one in row["tasks"].items()]
+    return tasks + [("all", report["prompts"], row)] * (len(tasks) > 1)
+
+
+def training_figures(run: Path, provenance: dict[str, Any]) -> list[Measured]:
+    """Return the last evaluation of a training run; nothing if there was none, or the run's log is not there."""
+    tau, steps, settings = provenance.get("tau"), provenance.get("steps", 0), recipe_section(provenance, "eval")
+    file = run / "log.jsonl"
+    if tau is None or not file.is_file() or not SETTINGS <= settings.keys():
+        return []
+    lines = [line for _, line in log_lines(file) if line.get("tau") == tau and line.get("step", 0) <= steps]
+    if not lines or "acceptance_per_depth" not in lines[-1]:
+        return []
+    most = f"at most {settings['prompts']} prompts, {settings['max_new_tokens']} tokens each"
+    about = f"The evaluation of the training run at step {lines[-1]['step']} of {steps}: {most}."
+    row = _cells("held out from training", settings["prompts"], settings, {"tau": tau, **lines[-1]})
+    return [Measured([row], about)]
+
+
+def _cells(task: str, prompts: int, setting: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    """Return a row of the table: what was accepted at a setting."""
+    depth = f", depth {setting['depth']}" if setting.get("depth") is not None else ""
+    tree = "adaptive" if setting["nodes"] is None else f"{setting['nodes']} nodes, width {setting['width']}{depth}"
+    own = [task, str(prompts), f"{setting['temperature']:g}", str(setting.get("batch", 1)), tree, f"{one['tau']:.2f}"]
+    engines = [one.get("mean_acceptance_length"), one.get("speedup_vs_ar")]
+    shares = " ".join(f"{share:.2f}" for share in one["acceptance_per_depth"])
+    return [*own, shares, *("not measured" if value is None else f"{value:.2f}" for value in engines)]
+
+
+def last_part(name: str) -> str:
+    """Return a path's last part; anything that is no absolute path is left as it is."""
+    if START.match(name):  # the whole is a path, with spaces perhaps
+        return re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    return PATH.sub(lambda match: match[1], name)
+
+
+def scrubbed(value: Any, known: dict[str, str]) -> Any:
+    """Return JSON with absolute paths replaced by their last parts, or as ``known`` says, and hosts by null; chat templates stay."""
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if key in TEXTS}
+        return {key: None if key in HOSTS else scrubbed(item, known) for key, item in value.items()} | kept
+    if isinstance(value, list):
+        return [scrubbed(item, known) for item in value]
+    if isinstance(value, str):
+        return known.get(value, last_part(value))
+    return value

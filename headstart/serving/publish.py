@@ -1,0 +1,200 @@
+"""Publish heads: a folder with a model card, without paths of this machine, written to disk or uploaded to the hub.
+
+What is published are heads as Headstart saved or exported them, complete and unchanged since.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils import validate_repo_id
+from safetensors.torch import load_file, save_file
+
+from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from headstart.heads.backbone.shipped import resolve
+from headstart.heads.checkpoint import METADATA, read_metadata
+from headstart.serving.engines import readers
+from headstart.serving.layouts.checkpoint import Checkpoint, Dtype, method_of
+from headstart.serving.layouts.files import PROVENANCE as EXPORTED
+from headstart.serving.layouts.files import new_folder
+from headstart.serving.layouts.layout import layouts_of
+from headstart.serving.model_card import Measured, bench_figures, last_part, model_card, scrubbed, training_figures
+from headstart.support.errors import UserError
+from headstart.support.files import atomic, file_hash, settle
+from headstart.support.hub import inside, is_hub_id, upload
+from headstart.support.json_text import read_json
+
+SAVED = (
+    METADATA, "config.json", "generation_config.json", "*.safetensors", "*.pt", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", f"{ADAPTER}/*", "custom_generate/*.py",
+    "custom_generate/*.txt",
+)  # fmt: skip
+"""Files of a checkpoint; what else stands in a run's folder (state, log, reports) is not published."""
+WITH_PATHS = ("config.json", METADATA, EXPORTED, ADAPTER_CONFIG)
+"""Files in which paths of this machine may stand."""
+AGAIN = "train, export or fetch the heads again"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``headstart push`` was asked for."""
+
+    heads: Path
+    repo: str
+    private: bool = False
+    dry_run: Path | None = None
+    """Write the folder there instead of uploading it."""
+    bench: tuple[Path, ...] = ()
+    """Reports of ``headstart bench --json``."""
+    base_model: str | None = None
+    """The backbone's hub id, for heads trained on a local copy."""
+    dtype: Dtype = "auto"
+    """Of a checkpoint's weights; auto: as they are."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads to publish."""
+
+    folder: Path
+    method: str
+    """See `engines.METHODS`, or the kind of code of the user's own."""
+    card: dict[str, Any]
+    """``headstart.json`` of the checkpoint; of an export whose checkpoint is gone only what it records."""
+    base_model: str | None
+    """The backbone's hub id, if it is known."""
+    depth: int
+    engines: tuple[str, ...]
+    """Engines that read the heads, exported first where their method needs it."""
+    files: tuple[Path, ...]
+    """Relative to the folder."""
+    run: Path
+    """The folder of the training run, which may be gone."""
+    layout: str | None = None
+    """Of an exported folder; None: a checkpoint."""
+    saved: Checkpoint | None = None
+    """None: an exported folder."""
+
+    @property
+    def shown_backbone(self) -> str:
+        """The backbone's name without a path."""
+        return self.base_model or last_part(self.card["backbone"]) or "a backbone that is not named"
+
+
+def publish(request: Request) -> str:
+    """Upload the heads, or write the folder; returns where they are. Raises UserError before anything is written, or if the hub refuses."""
+    _require_repo_id("repository", request.repo)
+    if request.base_model is not None:
+        _require_repo_id("--base-model", request.base_model)
+    heads = read_heads(request.heads, request.base_model)
+    if heads.saved is None and request.dtype != "auto":
+        raise UserError(f"{request.heads} is an export, whose dtype is that of headstart export --dtype; leave --dtype {request.dtype} out")
+    measured: list[Measured] = [bench_figures(file, (heads.folder.resolve().name, heads.run.name)) for file in request.bench]
+    card = model_card(heads, request.repo, measured + training_figures(heads.run, heads.card["provenance"]))
+    if request.dry_run is not None:
+        with new_folder(request.dry_run) as folder:
+            _place(heads, card, folder, request.dtype, copy=True)
+        return str(request.dry_run)
+    with tempfile.TemporaryDirectory() as name:
+        _place(heads, card, Path(name), request.dtype, copy=False)
+        return upload(Path(name), request.repo, request.private)
+
+
+def _require_repo_id(what: str, repo: str) -> None:
+    try:
+        validate_repo_id(repo)
+    except ValueError as error:
+        raise UserError(f"{what} {repo!r} is not a repository's name ({' '.join(str(error).split())}); give USER/NAME") from None
+
+
+def _place(heads: Heads, card: str, folder: Path, dtype: Dtype, copy: bool) -> None:
+    """Fill a folder with the files and the card; ``copy`` False: by links, except what is changed."""
+    backbone = heads.card["backbone"]
+    known = {name: heads.shown_backbone for name in (backbone, resolve(backbone)) if name}
+    for name in heads.files:
+        source, target = inside(heads.folder, name), folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if name.name in WITH_PATHS:
+            target.write_text(json.dumps(scrubbed(read_json(source, AGAIN), known), indent=2) + "\n", encoding="utf-8")
+        elif copy:
+            shutil.copyfile(source, target)
+        else:
+            target.symlink_to(source.resolve())
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    if heads.saved is not None and dtype != "auto":
+        _cast(heads.saved, folder, dtype)
+
+
+def _cast(saved: Checkpoint, folder: Path, dtype: Dtype) -> None:
+    """Replace a published checkpoint's weights by those in ``dtype``, with what is said of them."""
+    config, tensors = saved.cast(dtype)
+    file, metadata = folder / saved.card["weights"]["file"], read_json(folder / METADATA, AGAIN)
+    with atomic(file) as temporary:  # which gives it the usual permissions
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    metadata["weights"]["sha256"] = file_hash(file)
+    stated = read_json(folder / "config.json", AGAIN) | {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+    for name, content in ((METADATA, metadata), ("config.json", stated)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_heads(path: Path, base_model: str | None) -> Heads:
+    """Read the folder. Raises UserError if it is no checkpoint or export, lacks a file or was changed."""
+    if not path.is_dir():
+        raise UserError(f"no folder at {str(path)!r}; give a folder of trained heads or one that headstart export wrote")
+    settle(path)
+    if (path / METADATA).is_file():
+        return _checkpoint(path, base_model)
+    if (path / EXPORTED).is_file():
+        return _exported(path, base_model)
+    raise UserError(f"{path} is not a checkpoint: it has neither {METADATA} (headstart train) nor {EXPORTED} (headstart export)")
+
+
+def _checkpoint(path: Path, base_model: str | None) -> Heads:
+    _, card = read_metadata(path)
+    weights = path / card["weights"]["file"]
+    if not weights.is_file() or file_hash(weights) != card["weights"]["sha256"]:
+        fault = f"is changed or truncated (see the hash in {METADATA})" if weights.is_file() else "is missing"
+        raise UserError(f"{weights} {fault}; train or fetch the heads again")
+    _require_adapter(path / ADAPTER, card["contract"].get("adapter") is not None)
+    config, method, backbone = read_json(path / "config.json", AGAIN), method_of(card["kind"], card["arguments"]), card["backbone"]
+    saved = Checkpoint(str(path), path, card, method, config, load_file(weights), backbone, backbone)
+    reading = {engine for one in layouts_of(method) for engine in one.engines if engine not in one.unread(saved)}
+    engines = tuple(engine for engine in readers(method) if engine in reading)
+    names = {file.relative_to(path) for pattern in SAVED for file in path.glob(pattern) if file.is_file()}
+    known = base_model or _hub_id(backbone)
+    return Heads(path, method, card, known, saved.depth, engines, tuple(sorted(names)), path.resolve(), saved=saved)
+
+
+def _exported(path: Path, base_model: str | None) -> Heads:
+    stated = read_json(path / EXPORTED, AGAIN)
+    try:
+        trained, adapter, of = stated["heads"], stated["adapter"], Path(stated["heads"]["path"])
+        method, depth, engines = stated["method"], int(stated["depth"]), tuple(stated["engines"])
+        layout, contract, backbone = stated["layout"], dict(stated["contract"]), str(stated["backbone"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path / EXPORTED} is damaged ({type(error).__name__}: {error}); export the heads again") from None
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"{path} lacks its weights; export the heads again")
+    _require_adapter(path / ADAPTER, adapter == "keep")
+    card: dict[str, Any] = {"arguments": {}, "provenance": {}, "backbone": backbone}
+    if (of / METADATA).is_file() and (saved := read_metadata(of)[1])["weights"]["sha256"] == trained["sha256"]:
+        card = saved
+    names = {file.relative_to(path) for file in path.rglob("*") if file.is_file() and file.name != "README.md"}
+    files = tuple(sorted(name for name in names if not any(part.startswith(".") for part in name.parts)))
+    known = base_model or _hub_id(card["backbone"])
+    return Heads(path, method, {**card, "contract": contract}, known, depth, engines, files, of, layout)
+
+
+def _hub_id(backbone: str) -> str | None:
+    return backbone if is_hub_id(backbone) else None
+
+
+def _require_adapter(folder: Path, wanted: bool) -> None:
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
+    if wanted and missing:
+        raise UserError(f"{folder} lacks {missing[0]} of the adapter that the heads were trained with; train, export or fetch them again")

@@ -1,0 +1,129 @@
+"""Drafts that served heads are held to: after states and tokens that a formula gives, so that no backbone runs for them.
+
+``headstart export`` stores those of the trained heads in the folder, and `headstart verify` compares what the folder drafts. A draft agrees
+if it is the likeliest token and its logit, and the mean of all logits, are those stored, but for rounding.
+
+Shape suffixes: B batch, T positions, D width, K depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
+
+TOKENS, PLACES, DEPTH = 64, (9, 30, 64), 8
+"""Length of the text, after how many of its tokens drafts are made, and how many at most."""
+TOLERANCE = 2e-4
+"""The largest difference of logits that fp32 arithmetic in another order makes, relative to the largest logit."""
+NextToken = Callable[[int], Tensor]
+"""The logits ``[V]`` of the token that follows the one given; called with the root, then with each token drafted."""
+
+
+class Agreement(NamedTuple):
+    """How many of the expected drafts were made, and the largest difference of logits, relative to the largest one."""
+
+    drafts: int
+    equal: int
+    distance: float
+
+    @property
+    def whole(self) -> bool:
+        return self.equal == self.drafts and self.distance <= TOLERANCE
+
+
+def reference(drafter: Drafter) -> list[dict[str, Any]]:
+    """Return drafts after some places of the text, with their logits, as data. A drafter in fp32."""
+    depth = min(drafter.depth, DEPTH)
+    return [_drafted(drafter, place, depth) for place in PLACES]
+
+
+@torch.no_grad()
+def _drafted(drafter: Drafter, place: int, depth: int) -> dict[str, Any]:
+    features, token = _text(drafter, place)
+    next_token, drafts, logits = after(drafter, features, depth), [], []
+    for _ in range(depth):
+        logits_V = next_token(token)
+        token = int(logits_V.argmax())
+        drafts.append(token)
+        logits.append([float(f"{value:.7g}") for value in _figures(logits_V, token)])
+    return {"place": place, "drafts": drafts, "logits": logits}
+
+
+@torch.no_grad()
+def agreement(drafter: Drafter, expected: Sequence[dict[str, Any]]) -> Agreement:
+    """Compare the drafts of a drafter with those of `reference`, each given the expected drafts before it."""
+    drafts = equal = 0
+    distance = 0.0
+    for one in expected:
+        drafts += len(one["drafts"])
+        if drafter.max_depth is not None and drafter.max_depth < len(one["drafts"]):
+            continue
+        features, token = _text(drafter, one["place"])
+        next_token = after(drafter, features, len(one["drafts"]))
+        for wanted, figures in zip(one["drafts"], one["logits"], strict=True):
+            logits_V, token = next_token(token), wanted
+            largest = float(logits_V[logits_V.isfinite()].abs().max())
+            equal += are_picks(logits_V[None], [wanted])[0]
+            gap = max(abs(a - b) for a, b in zip(_figures(logits_V, wanted), figures, strict=True)) / max(largest, 1e-6)
+            distance = max(distance, math.inf if math.isnan(gap) else gap)
+    return Agreement(drafts, equal, distance)
+
+
+def _figures(logits_V: Tensor, token: int) -> list[float]:
+    """The logit of a token and the mean of all tokens that can be drafted."""
+    return [float(logits_V[token]), float(logits_V[logits_V.isfinite()].double().mean())]
+
+
+def are_picks(logits_KV: Tensor, tokens: Sequence[int]) -> list[bool]:
+    """Whether each token is the most likely one, or as likely but for rounding."""
+    rounding_K = TOLERANCE * logits_KV.where(logits_KV.isfinite(), 0.0).abs().amax(-1)
+    own_K = logits_KV.gather(-1, torch.tensor(tokens, device=logits_KV.device)[:, None])[:, 0]
+    picks: list[bool] = (own_K >= logits_KV.amax(-1) - rounding_K).tolist()
+    return picks
+
+
+@torch.no_grad()
+def after(drafter: Drafter, features: Features, depth: int) -> NextToken:
+    """Return what drafts after these features ``[1, T]`` to this depth, given the root and then each draft before the next."""
+    state = drafter.reserve(drafter.begin(features), features.tokens_BT.shape[1] + 1 + 2 * depth)
+    zero_11, all_BKD, depths = torch.zeros_like(features.tokens_BT[:, :1]), None, count()
+
+    @torch.no_grad()
+    def next_token(token: int) -> Tensor:
+        nonlocal state, all_BKD
+        depth, token_11 = next(depths), torch.full_like(zero_11, token)
+        if drafter.all_depths_at_once:
+            if all_BKD is None:
+                all_BKD, state = drafter.step(state, token_11, zero_11, 0)
+            hidden = all_BKD[:, depth : depth + 1]
+        else:
+            hidden, state = drafter.step(state, token_11, zero_11, depth)
+        logits_DV = drafter.readout(hidden, depth, token_11)[0, 0].float()
+        whole_V = logits_DV.new_full((drafter.backbone.vocab,), -torch.inf)
+        return logits_DV if drafter.vocabulary is None else whole_V.scatter(0, drafter.vocabulary, logits_DV)
+
+    return next_token
+
+
+def _text(drafter: Drafter, place: int) -> tuple[Features, int]:
+    """Return the features of the first tokens but the last, which is the root, and the root."""
+    dim, vocab = drafter.backbone.dim, drafter.backbone.vocab
+    tokens_1T = (_noise(0, 1, TOKENS) + 1).mul(vocab / 2).long().clamp(max=vocab - 1)
+    states = {tap: _noise(1 + tap, 1, TOKENS, dim)[:, : place - 1] for tap in drafter.taps}
+    hidden_1TD = _noise(1 + drafter.backbone.num_layers + 1, 1, TOKENS, dim)[:, : place - 1]
+    return Features(tokens_1T[:, : place - 1], hidden_1TD, states or None), int(tokens_1T[0, place - 1])
+
+
+def _noise(number: int, *shape: int) -> Tensor:
+    """Return numbers from -1 to 1, the same on every machine and in every version of torch."""
+    x = (torch.arange(math.prod(shape)) + number * 1_000_003) * 2654435761 % 2**32
+    x = (x ^ x >> 15) * 2246822519 % 2**32
+    return ((x ^ x >> 13).double() / 2**31 - 1).float().view(shape)

@@ -1,0 +1,181 @@
+"""Verify a folder of heads: what it drafts, read back by the import, against what the trained heads drafted when they were exported.
+
+Files are checked first: names, shapes, finite numbers, the draft vocabulary, the configuration against the backbone. Drafts are compared
+after states that a formula gives (`reference`). With an engine both sides also decode the same prompts, and every draft is compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.shipped import resolve
+from headstart.heads.base import Drafter
+from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
+from headstart.inference.generate import SpeculativeModel
+from headstart.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files
+from headstart.serving.layouts.layout import recognise
+from headstart.serving.reading import build, original_of, read_exported, round_as_stored
+from headstart.serving.reference import agreement, reference
+from headstart.serving.verify.decode import headstart_drafts, near_tie
+from headstart.serving.verify.drafts import Engine, EngineSettings, Verdict, compare
+from headstart.support.errors import UserError
+from headstart.support.files import file_hash
+from headstart.support.json_text import read_json
+
+AGREES = "read back, these files draft what the trained heads do: the difference is the engine's own"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What to verify, and for an engine on which prompts."""
+
+    folder: Path
+    backbone: Backbone
+    """For the reference its embedding and output layer are enough."""
+    heads: str | None
+    """The original heads: a folder or hub id (None: the folder itself if it is a checkpoint of Headstart, otherwise none)."""
+    engine: str
+    """``reference``: none."""
+    prompts: list[list[int]]
+    new_tokens: int
+    depth: int | None = None
+    """Tokens per draft (None: as many as the heads draft)."""
+    end_tokens: tuple[int, ...] = ()
+    allow_finetuned: bool = False
+    where: str = ""
+    """Where the prompts are from."""
+    stored: tuple[dict[str, Any], ...] | None = None
+    """The drafts that the export stored, taken in place of those of ``heads``."""
+
+    @property
+    def original(self) -> str | None:
+        own = str(self.folder) if (self.folder / METADATA).is_file() else None
+        return self.heads if self.heads is not None else own
+
+
+def find_engine(name: str) -> Engine:
+    """Return the engine of that name."""
+    engine: Engine = importlib.import_module(f"headstart.serving.verify.{name}").draft
+    return engine
+
+
+@torch.no_grad()
+def verify(check: Check) -> Verdict:
+    """Verify a folder. Raises UserError for a missing folder, heads of no known layout, or an engine that is not installed."""
+    verdict = Verdict(str(check.folder), check.original, check.engine, check.backbone.name)
+    try:
+        files = read_files(check.folder)
+        _require_unchanged(check)
+    except DamagedError as error:
+        verdict.faults.append(str(error))
+        return verdict
+    layout = recognise(files)
+    verdict.method = layout.title
+    original = None if check.original is None else original_of(check.original, check.backbone, check.allow_finetuned)
+    drafter = _read(verdict, files, check.backbone, original)
+    if drafter is not None:
+        expected = check.stored if check.stored is not None else None if original is None else reference(original)
+        verdict.reference = None if expected is None else agreement(drafter, expected)
+        if verdict.reference is not None and not verdict.reference.whole and original is not None:
+            verdict.changes += differences(drafter, original)
+    if check.engine != "reference":
+        _against_engine(check, verdict, drafter)
+    return verdict
+
+
+def _read(verdict: Verdict, files: Files, backbone: Backbone, original: Drafter | None) -> Drafter | None:
+    """Return the folder as a drafter, and round the original to the precision in which the folder stores it; None if it cannot be read."""
+    try:
+        found = read_exported(files, backbone)
+        drafter = build(found, backbone, files.path)
+    except UserError as error:
+        verdict.faults.append(str(error))
+        return None
+    verdict.faults += [*found.remarks, *_rope_faults(files)]
+    verdict.notes += found.notes
+    if original is not None:
+        round_as_stored(original, found)
+    return drafter
+
+
+def differences(drafter: Drafter, original: Drafter) -> list[str]:
+    """Say in which arguments and tensors heads are not the original ones."""
+    mine, theirs = drafter.arguments, original.arguments
+    own = [key for key in ("taps", "layer", *theirs) if key not in ("depth", "draft_depth", "layers", "draft_vocab_size", "path", "choose")]
+    found = [f"config: {key} is {mine[key]}, of the original heads {theirs[key]}" for key in dict.fromkeys(own)
+             if key in mine and key in theirs and mine[key] != theirs[key]]  # fmt: skip
+    tensors, others = drafter.tensors(), original.tensors()
+    odd = [name for name in others if name not in tensors or not tensors[name].equal(others[name])]
+    return [*found, *(f"tensor {name} is not as in the original heads: damaged, of another training or another vocabulary" for name in odd)]
+
+
+def recorded(folder: Path) -> tuple[str | None, str | None, tuple[dict[str, Any], ...] | None]:
+    """Return the heads that a folder was exported from, the backbone that it is for, and the stored drafts, as far as they are recorded.
+
+    The heads are those of a folder that is still there, with the weights that were exported; a checkpoint of Headstart is its own.
+    """
+    if (folder / METADATA).is_file():
+        return str(folder), None, None
+    try:
+        stated = read_json(folder / PROVENANCE, "export the heads again")
+        path, sha256, backbone = str(stated["heads"]["path"]), stated["heads"]["sha256"], str(stated["backbone"])
+        drafts = tuple(stated["reference"]) if "reference" in stated else None
+    except (UserError, KeyError, TypeError):
+        return None, None, None
+    try:
+        _, card = read_metadata(path)
+    except UserError:
+        return None, backbone, drafts
+    return (path if card["weights"]["sha256"] == sha256 else None), backbone, drafts
+
+
+def _require_unchanged(check: Check) -> None:
+    """Raise DamagedError if the folder is a checkpoint whose weights are not those that were saved."""
+    if not (check.folder / METADATA).is_file() or check.heads is not None:
+        return
+    _, card = read_metadata(check.folder)
+    file = check.folder / card["weights"]["file"]
+    if not file.is_file() or file_hash(file) != card["weights"]["sha256"]:
+        fault = "changed or cut short since it was saved: its hash is not" if file.is_file() else "missing, and not"
+        raise DamagedError(f"{file} is {fault} the one in {METADATA} (half-written, or edited); give the heads as they were with --heads")
+
+
+def _rope_faults(files: Files) -> list[str]:
+    """Name two rotary bases that a configuration states under the old and the new key."""
+    config = files.config.get("transformer_layer_config") or files.config
+    stated = config.get("rope_parameters") or {}
+    bases = {float(base) for one in (stated.get("full_attention", stated), config) if (base := one.get("rope_theta")) is not None}
+    named = " and ".join(f"{base:g}" for base in sorted(bases))
+    return [f"rope: config.json states two bases, {named}; engines read either"] if len(bases) > 1 else []
+
+
+def _against_engine(check: Check, verdict: Verdict, drafter: Drafter | None) -> None:
+    """Decode the prompts with Headstart's heads, the original ones if there are any, and with the engine."""
+    if check.original is not None:
+        drafter = load_drafter(check.original, check.backbone, allow_finetuned=check.allow_finetuned)
+    if check.backbone.adapter is not None:
+        merged = "export them with the adapter merged (headstart export --adapter merge)"
+        raise UserError(f"{check.original} drafts for a backbone with an adapter, which {check.engine} is not given here: {merged}")
+    if drafter is None:
+        return
+    settings = EngineSettings(check.depth or drafter.depth, check.new_tokens, check.end_tokens)
+    engine = find_engine(check.engine)
+    try:
+        theirs = engine(check.folder, resolve(check.backbone.name), check.prompts, settings)
+    except UserError as error:
+        if not verdict.faults:
+            raise
+        verdict.notes.append(f"the engine refuses the folder: {error}")
+        return
+    ours = headstart_drafts(SpeculativeModel(check.backbone, drafter, capture="off"), check.prompts, settings)
+    verdict.prompts = f"{len(check.prompts)} prompts of {check.where}, at temperature 0, up to {check.new_tokens} tokens each"
+    verdict.comparison = compare(ours, theirs, ("headstart", check.engine), partial(near_tie, drafter))
+    if not verdict.comparison.equal and verdict.reference is not None and verdict.reference.whole:
+        verdict.notes.append(AGREES)

@@ -1,0 +1,207 @@
+"""`headstart export`: what is written is what was trained, in the layout of an engine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import DV, KINDS, D, exported, make_home, refused
+from families import VOCAB, prompts, random_drafter
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+
+from headstart.cli.main import main
+from headstart.heads.backbone.adapter import new_adapter
+from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.backbone.features import Features
+from headstart.serving.export import Request, export
+from headstart.serving.layouts.files import PROVENANCE
+from headstart.support.files import file_hash
+
+COPIED = {
+    "eagle3": "vllm sglang trtllm", "eagle3-small": "vllm", "eagle": "vllm sglang", "dflash": "vllm sglang trtllm", "dspark": "vllm sglang",
+    "domino": "sglang", "draft_model": "vllm sglang trtllm transformers", "pard": "vllm trtllm", "mlp": "tgi",
+}  # fmt: skip
+"""Heads whose checkpoint an engine reads as it is."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_home(tmp_path_factory.mktemp("export"))
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_checkpoint_that_an_engine_reads_is_copied(home: Path, tmp_path: Path, name: str) -> None:
+    stored = load_file(home / name / "model.safetensors")
+    for engine in COPIED[name].split():
+        if (name, engine) == ("dflash", "transformers"):
+            continue
+        report, config, tensors = exported(home, name, engine, tmp_path / engine)
+        assert tensors.keys() == stored.keys() and all(torch.equal(tensors[key], stored[key]) for key in stored)
+        expected = json.loads((home / name / "config.json").read_text())
+        assert config == expected | ({"base_model_name_or_path": str(home / "backbone")} if name == "mlp" else {})
+        assert "nothing changed" in report["notes"][0] and list(report["launch"]) == [engine]
+        assert str(tmp_path / engine) in report["launch"][engine]["line"]
+        provenance = json.loads((tmp_path / engine / PROVENANCE).read_text())
+        assert provenance["heads"]["sha256"] == file_hash(home / name / "model.safetensors")
+        assert provenance["heads"]["path"] == str(home / name) and provenance["backbone"] == str(home / "backbone")
+
+
+def test_launch_lines(home: Path, tmp_path: Path) -> None:
+    line = exported(home, "eagle3", "vllm", tmp_path / "a")[0]["launch"]["vllm"]["line"]
+    program, serve, target, flag, config = shlex.split(line)
+    assert (program, serve, target, flag) == ("vllm", "serve", str(home / "backbone"), "--speculative-config")
+    assert json.loads(config) == {"method": "eagle3", "model": str(tmp_path / "a"), "num_speculative_tokens": 3}
+    words = shlex.split(exported(home, "dspark", "sglang", tmp_path / "b")[0]["launch"]["sglang"]["line"])
+    assert words[words.index("--speculative-algorithm") + 1] == "DSPARK" and words[-2:] == ["--speculative-dspark-block-size", "4"]
+    options = shlex.split(exported(home, "eagle3", "trtllm", tmp_path / "c")[0]["launch"]["trtllm"]["line"])[1]
+    assert json.loads(options)["speculative_config"]["eagle3_layers_to_capture"] == [0, 2, 4]
+    block = exported(home, "dflash", "vllm", tmp_path / "e")[0]["launch"]["vllm"]["line"]
+    assert '"num_speculative_tokens": 4' in block  # a block of another length gives other drafts
+    pard = exported(home, "pard", "vllm", tmp_path / "d")[0]["launch"]["vllm"]["line"]
+    assert '"parallel_drafting": true' in pard and '"method": "draft_model"' in pard
+
+
+def test_paths_of_a_launch_line_are_absolute(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    request = Request("eagle3", "vllm", tmp_path / "out", "backbone")
+    line = export(request)["launch"]["vllm"]["line"]
+    assert f"vllm serve {home / 'backbone'} " in line and str(tmp_path / "out") in line
+
+
+def test_dtype_is_written_and_stated(home: Path, tmp_path: Path) -> None:
+    _, config, tensors = exported(home, "eagle3-small", "vllm", tmp_path / "out", dtype="bf16")
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    assert kinds.pop("d2t") == torch.int64 and kinds.pop("t2d") == torch.bool and {*kinds.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "name,layout,head", [("medusa-small", "medusa", "{}.2.weight"), ("mlp-small", "mlp-speculator", "speculator.head.{}.weight")]
+)
+def test_truncated_output_layers_are_written_over_the_whole_vocabulary(
+    home: Path, tmp_path: Path, name: str, layout: str, head: str
+) -> None:
+    report, config, tensors = exported(home, name, layout, tmp_path / "out")
+    stored = load_file(next((home / name).glob("*.safetensors")))
+    drafted = stored["t2d"].nonzero().flatten()
+    hidden = torch.randn(200, D, generator=torch.Generator().manual_seed(1))
+    for k in range(2):
+        full, small = tensors[head.format(k)], stored[head.format(k)]
+        assert list(full.shape) == [VOCAB, D]
+        assert torch.equal((hidden @ full.T).argmax(-1), drafted[(hidden @ small.T).argmax(-1)])
+    assert "draft_vocab_size" not in config and not {"d2t", "t2d"} & set(tensors)
+    assert any("whole vocabulary" in note for note in report["notes"])
+
+
+def test_medusa_is_written_for_three_readers(home: Path, tmp_path: Path) -> None:
+    report, config, tensors = exported(home, "medusa", "medusa", tmp_path / "out")
+    assert "architectures" not in config and config["medusa_fc_bias"] and config["base_model_name_or_path"] == str(home / "backbone")
+    pickled = torch.load(tmp_path / "out" / "medusa_lm_head.pt", weights_only=True)
+    assert pickled.keys() == tensors.keys() and all(torch.equal(pickled[key], tensors[key]) for key in tensors)
+    assert list(report["launch"]) == ["tgi", "vllm", "trtllm"]  # engines of today first
+    assert "up to 0.32" in report["launch"]["vllm"]["support"]
+
+
+def test_speculators(home: Path, tmp_path: Path) -> None:
+    _, config, tensors = exported(home, "eagle3-small", "speculators", tmp_path / "a")
+    assert "model_type" not in config and config["speculators_model_type"] == "eagle3" and config["norm_before_residual"] is False
+    assert config["fc_norm"] and config["norm_output"] and config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 2 and config["draft_vocab_size"] == DV
+    spec = config["speculators_config"]
+    assert spec["verifier"] == {"name_or_path": str(home / "backbone"), "architectures": ["LlamaForCausalLM"]}
+    assert spec["proposal_methods"][0]["speculative_tokens"] == 3
+    stored = load_file(home / "eagle3-small" / "model.safetensors")
+    table = AutoModelForCausalLM.from_pretrained(home / "backbone").get_input_embeddings().weight
+    assert torch.equal(tensors.pop("embed_tokens.weight"), table)
+    renamed = {name.replace("midlayer.", "layers.0."): x for name, x in stored.items() if name != "layers.1.hidden_norm.weight"}
+    assert tensors.keys() == renamed.keys() and all(torch.equal(tensors[name], renamed[name]) for name in renamed)
+
+    _, config, tensors = exported(home, "dspark", "speculators", tmp_path / "b")
+    assert config["sample_from_anchor"] is True and config["markov_rank"] == 256 and config["block_size"] == 4
+    taps = json.loads((home / "dspark" / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
+    assert config["aux_hidden_state_layer_ids"] == taps and tensors.keys() == load_file(home / "dspark" / "model.safetensors").keys()
+
+
+def test_transformers_drafts_with_dflash(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own class reads every tensor, and drafts what Headstart drafts after the same text."""
+    export(Request(str(home / "dflash"), "transformers", tmp_path / "out"))
+    assistant, loading = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    model = AutoModelForCausalLM.from_pretrained(home / "backbone", dtype=torch.float32)
+    drafts: list[tuple[Tensor, Tensor]] = []
+    draft = DFlashTokenCandidateGenerator.get_candidates
+
+    def noted(self: Any, input_ids: Tensor, **rest: Any) -> tuple[Tensor, Tensor | None]:
+        candidates, logits = draft(self, input_ids, **rest)
+        drafts.append((input_ids, candidates[:, input_ids.shape[1] :]))
+        return candidates, logits
+
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", noted)
+    ids = prompts((9,))[0][None]
+    plain = model.generate(ids, max_new_tokens=16, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False, assistant_model=assistant, speculation_type="dflash"), plain)
+    on = load_backbone(str(home / "backbone"))
+    drafter = random_drafter("block", on, **KINDS["dflash"][1])
+    compared = [(text, theirs) for text, theirs in drafts if theirs.numel()]
+    assert len(compared) > 3
+    for text, theirs in compared:
+        features: Features = on.read(text[:, :-1], taps=drafter.taps)
+        hidden, _ = drafter.step(drafter.begin(features), text[:, -1:], torch.zeros(1, 1, dtype=torch.int64), 0)
+        assert drafter.readout(hidden, 0).argmax(-1)[:, : theirs.shape[1]].tolist() == theirs.tolist()
+
+
+def test_mtp_modules_are_stitched_into_a_copy(home: Path, tmp_path: Path) -> None:
+    report, config, tensors = exported(home, "mtp", "mtp-stitch", tmp_path / "out")
+    own = load_file(home / "mtp" / "model.safetensors")
+    assert own.keys() < tensors.keys() and all(torch.equal(tensors[name], own[name]) for name in own)
+    assert config["num_nextn_predict_layers"] == 1 and report["launch"] == {} and (tmp_path / "out" / PROVENANCE).is_file()
+    assert "deepseek modules" in report["notes"][1]
+    assert "--dtype bf16 is not for mtp-stitch" in refused(home, "mtp", "mtp-stitch", tmp_path / "b", dtype="bf16")
+    assert "--to mtp-stitch writes" in refused(home, "mtp", "vllm", tmp_path / "b")
+
+
+def adapted(home: Path, folder: Path, dora: bool = False) -> Backbone:
+    on = load_backbone(str(home / "backbone"))
+    on.adapter = new_adapter(on.model, 4, 8.0, 0.0, "all-linear", dora)
+    torch.manual_seed(3)
+    for name, weight in on.adapter.parameters.items():
+        if "lora" in name:
+            weight.data.normal_(std=0.2)
+    random_drafter("medusa", on, depth=2).save_pretrained(folder)
+    return on
+
+
+def test_an_adapter_is_merged_or_kept(home: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    on, ids = adapted(home, tmp_path / "heads"), prompts((9,))[0][None]
+    report = export(Request(str(tmp_path / "heads"), "medusa", tmp_path / "merged"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "backbone", dtype=torch.float32)
+    assert torch.allclose(merged(ids).logits, on.model(ids).logits, atol=1e-4)
+    plain = AutoModelForCausalLM.from_pretrained(home / "backbone", dtype=torch.float32)
+    assert not torch.allclose(merged(ids).logits, plain(ids).logits, atol=1e-2)
+    assert f"vllm serve {tmp_path}/merged/backbone" in report["launch"]["vllm"]["line"]
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["base_model_name_or_path"] == f"{tmp_path}/merged/backbone"
+    kept = export(Request(str(tmp_path / "heads"), "medusa", tmp_path / "kept", adapter="keep"))
+    assert (tmp_path / "kept" / "adapter" / "adapter_model.safetensors").is_file() and list(kept["launch"]) == ["vllm"]
+    assert f"--enable-lora --max-lora-rank 8 --lora-modules adapted={tmp_path}/kept/adapter" in kept["launch"]["vllm"]["line"]
+    assert "is for vLLM" in refused(tmp_path, "heads", "tgi", tmp_path / "no", adapter="keep")
+    adapted(home, tmp_path / "dora", dora=True)
+    assert "DoRA" in refused(tmp_path, "dora", "medusa", tmp_path / "no", adapter="keep")
+    assert "without an adapter" in refused(home, "medusa", "medusa", tmp_path / "no", adapter="keep")
+
+
+def test_the_command(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["export", "--heads", str(home / "eagle3"), "--out", str(tmp_path / "out"), "--to"]
+    assert main([*arguments, "vllm", "--json", str(tmp_path / "report.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "layout eagle3" in printed and "vllm serve" in printed and "run in 0.32.0, 0.33.0" in printed
+    assert json.loads((tmp_path / "report.json").read_text())["layout"] == "eagle3"
+    assert main([*arguments, "vllm"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
