@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
+from yaml import YAMLError
 
 from headstart.heads.backbone.adapter import ADAPTER
 from headstart.heads.backbone.gguf_file import SUFFIX, find_gguf
@@ -25,20 +26,13 @@ from headstart.serving.layouts.layout import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import require_file
 from headstart.support.hub import is_hub_id, reaching
-from headstart.support.json_text import log_lines, parse_json, read_json
+from headstart.support.json_text import log_lines, read_json
 
 if TYPE_CHECKING:
     from headstart.serving.publish import Heads
 
 UNCHANGED = ("eagle3", "draft_model", "pard")
 """Methods whose checkpoints engines load as they are, unless an adapter belongs to them; others are exported first."""
-LICENSES = {
-    "apache-2.0": ("Apache License", "Version 2.0"),
-    "mit": ("MIT License", "Permission is hereby granted, free of charge"),
-    "bsd-3-clause": ("Redistribution and use in source and binary forms", "Neither the name"),
-}
-"""Identifiers on the hub -> phrases of the licence's text."""
-LICENSE_FILES = ("README.md", "config.json", "LICENSE", "LICENSE.txt", "LICENSE.md")
 SETTINGS = {"nodes", "width", "prompts", "temperature", "max_new_tokens"}
 """Keys of an evaluation's settings that are shown."""
 PATH = re.compile(r"""(?<![\w.:/~-])(?:~[\w.-]*|[A-Za-z]:)?[/\\](?:[^\s/\\'",:=]+[/\\])*([^\s/\\'",:=]+)[/\\]?""")
@@ -150,40 +144,17 @@ def _training(heads: Heads, data: list[str]) -> dict[str, Any]:
 
 
 def license_of(backbone: str) -> str | None:
-    """Return the identifier of the licence of a folder or hub id, as its model card, configuration or LICENSE file states it.
+    """Return the licence that the model card of a folder or hub id states, or the header of a GGUF file.
 
     None if it states none, or cannot be reached.
     """
     if (gguf := find_gguf(backbone)) is not None:
         return str(gguf.header.metadata.get("general.license") or "") or None
     folder = Path(resolve(backbone))
-    with suppress(OSError, ValueError):  # no network, which is not tried again for every file, or no hub id
-        for name in LICENSE_FILES:
-            file = folder / name if folder.is_dir() else _fetched(backbone, name)
-            if file is not None and file.is_file() and (found := _stated_license(file)) is not None:
-                return found
+    with suppress(OSError, ValueError, HfHubHTTPError, YAMLError), reaching(backbone):  # no card, no repository, no network
+        card = ModelCard.load(folder / "README.md" if folder.is_dir() else backbone, ignore_metadata_errors=True)
+        return card.data.license if isinstance(card.data.license, str) else None
     return None
-
-
-def _fetched(repo: str, name: str) -> Path | None:
-    with suppress(HfHubHTTPError), reaching(repo):  # no such file or repository
-        return Path(hf_hub_download(repo, name))
-    return None
-
-
-def _stated_license(file: Path) -> str | None:
-    text = file.read_text("utf-8", errors="replace")
-    found: object = None
-    try:
-        if file.name == "README.md":
-            found = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
-        elif file.suffix == ".json":
-            found = dict(parse_json(text, str(file))).get("license")
-        else:
-            found = next((name for name, phrases in LICENSES.items() if all(phrase in text for phrase in phrases)), "other")
-    except (ValueError, TypeError):  # metadata that is no YAML, or no mapping in JSON
-        return None
-    return found if isinstance(found, str) and found else None
 
 
 def bench_figures(file: Path, names: tuple[str, ...]) -> Measured:

@@ -224,7 +224,8 @@ class Verdict:
     @property
     def cause(self) -> str | None:
         """The likely cause of a difference; None if there is none."""
-        return None if self.equal else next(iter([*self.faults, *self.changes, "no cause was found"]))
+        unknown = "no cause was found" if self.heads else "not known: give the original heads with --heads to see what differs"
+        return None if self.equal else next(iter([*self.faults, *self.changes, unknown]))
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict for people."""
