@@ -14,18 +14,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.base import Drafter
 from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.capture.backend import is_out_of_memory
-from headstart.inference.capture.capture import Capturer, Collect
+from headstart.inference.capture.capture import BackendName, Capturer
+from headstart.inference.capture.plugin import Collect
 from headstart.inference.capture.watch import HOOKED, hooks, sample_of
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.reader import Reader
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import Source
 from headstart.inference.speculation.speculation import Speculation
@@ -33,7 +36,6 @@ from headstart.inference.speculation.speculation import Speculation
 if TYPE_CHECKING:
     from headstart.inference.beam.beam import Beams
     from headstart.inference.engine.judge import Judge, Text
-    from headstart.inference.generate import SpeculativeModel
 
 EVERY = 200
 """Of so many texts one is read again, which takes about as long as its prompt did."""
@@ -107,10 +109,21 @@ def _text(decoder: Decoder, row: int) -> Text:
 logger = logging.getLogger(__name__)
 
 
+class Loaded(Protocol):
+    """What an engine is made for, a `SpeculativeModel`."""
+
+    backbone: Backbone
+    drafter: Drafter | None
+    drafters: list[Drafter]
+    proposers: list[Proposer]
+    capture: BackendName
+    measured: dict[bool, dict[str, Any]]
+
+
 class Engine:
     """The reader and the draft sources, kept from call to call. ``collect``: see `Capturer`."""
 
-    def __init__(self, heads: SpeculativeModel, speculate: bool, collect: Collect | None = None) -> None:
+    def __init__(self, heads: Loaded, speculate: bool, collect: Collect | None = None) -> None:
         drafters, proposers = (heads.drafters, heads.proposers) if speculate else ([], [])
         self.modules = (heads.backbone.model, *drafters)
         hooked = bool(hooks(self.modules))

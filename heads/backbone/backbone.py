@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
 from headstart.heads.backbone.experts import repeated_tokens
@@ -266,7 +266,7 @@ def load_backbone(
     source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
     kind = loaded_dtype(dtype, config, on)
     try:
-        with reaching(path), waiting(f"loading {path}"), nullcontext() if gguf is None else gguf.reading(kind, empty_model(config, path)):
+        with reaching(path), waiting(f"loading {path}"), nullcontext() if gguf is None else _from_gguf(gguf, kind, config):
             model, report = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
                 attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
@@ -282,6 +282,12 @@ def load_backbone(
     backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False), trees=False)
     backbone.gguf = gguf
     return backbone
+
+
+def _from_gguf(file: GgufFile, dtype: torch.dtype | str, config: PretrainedConfig) -> AbstractContextManager[None]:
+    from headstart.heads.backbone.gguf_config import reading  # here, since few backbones are such files
+
+    return reading(file, dtype, empty_model(config, str(file.path)))
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

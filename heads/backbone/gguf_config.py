@@ -11,12 +11,14 @@ import copy
 import math
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -150,6 +152,15 @@ def _set_rotary(config: PretrainedConfig, name: str, value: Any) -> bool:
     if one:
         config.rope_parameters = rope
     return bool(one)
+
+
+@contextmanager
+def reading(file: GgufFile, dtype: torch.dtype | str, empty: PreTrainedModel) -> Iterator[None]:
+    """Say first what the weights take in memory, and which the model, ``empty``, lacks."""
+    notice(f"backbone {file.described(dtype if isinstance(dtype, torch.dtype) else file.dtype)}")
+    with quick_reader():
+        say_unread(file, empty)
+        yield
 
 
 def say_unread(file: GgufFile, model: PreTrainedModel) -> None:

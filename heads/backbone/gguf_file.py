@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from headstart.heads.backbone.fingerprint import bits_of
 from headstart.heads.backbone.shipped import resolve
 from headstart.support.devices import dtype_name
-from headstart.support.errors import UserError, cause, notice
+from headstart.support.errors import UserError, cause
 from headstart.support.hub import cut_off, reaching
 from headstart.support.text import gigabytes
 
@@ -101,16 +101,6 @@ class GgufFile:
     def described(self, dtype: torch.dtype) -> str:
         size, memory = (gigabytes(count) for count in (self.size, self.memory(dtype)))
         return f"{self.path.name}, {self.type}, {size}; dequantized to {dtype_name(dtype)} {memory} of memory"
-
-    @contextmanager
-    def reading(self, dtype: torch.dtype | str, empty: PreTrainedModel) -> Iterator[None]:
-        """Say first what the weights take in memory, and which the model, ``empty``, lacks."""
-        from headstart.heads.backbone.gguf_config import say_unread  # here, since few backbones are such files
-
-        notice(f"backbone {self.described(dtype if isinstance(dtype, torch.dtype) else self.dtype)}")
-        with quick_reader():
-            say_unread(self, empty)
-            yield
 
     def describe_in(self, model: PreTrainedModel, path: str) -> None:
         """Let the model know where it is from, ``path`` or the file in that folder, that it is dequantized, and what ends its texts."""

@@ -9,7 +9,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
@@ -22,14 +22,12 @@ from headstart.heads.checkpoint import recipe_section
 from headstart.inference.bench.systems import ALONE, FIXED
 from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, readers
 from headstart.serving.export import BACKBONE, adapter_rank
+from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.layout import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import require_file
 from headstart.support.hub import is_hub_id, reaching
 from headstart.support.json_text import log_lines, read_json
-
-if TYPE_CHECKING:
-    from headstart.serving.publish import Heads
 
 UNCHANGED = ("eagle3", "draft_model", "pard")
 """Methods whose checkpoints engines load as they are, unless an adapter belongs to them; others are exported first."""
@@ -52,6 +50,35 @@ class Measured:
     about: str
     counted: bool = False
     """Whether acceptance was measured as vLLM counts it too."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads to publish."""
+
+    folder: Path
+    method: str
+    """See `engines.METHODS`, or the kind of code of the user's own."""
+    card: dict[str, Any]
+    """``headstart.json`` of the checkpoint; of an export whose checkpoint is gone only what it records."""
+    base_model: str | None
+    """The backbone's hub id, if it is known."""
+    depth: int
+    engines: tuple[str, ...]
+    """Engines that read the heads, exported first where their method needs it."""
+    files: tuple[Path, ...]
+    """Relative to the folder."""
+    run: Path
+    """The folder of the training run, which may be gone."""
+    layout: str | None = None
+    """Of an exported folder; None: a checkpoint."""
+    saved: Checkpoint | None = None
+    """None: an exported folder."""
+
+    @property
+    def shown_backbone(self) -> str:
+        """The backbone's name without a path."""
+        return self.base_model or last_part(self.card["backbone"]) or "a backbone that is not named"
 
 
 def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:

@@ -23,7 +23,7 @@ from headstart.serving.layouts.checkpoint import Checkpoint, Dtype, method_of
 from headstart.serving.layouts.files import PROVENANCE as EXPORTED
 from headstart.serving.layouts.files import new_folder
 from headstart.serving.layouts.layout import layouts_of
-from headstart.serving.model_card import Measured, bench_figures, last_part, model_card, scrubbed, training_figures
+from headstart.serving.model_card import Heads, Measured, bench_figures, model_card, scrubbed, training_figures
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, file_hash, settle
 from headstart.support.hub import inside, is_hub_id, upload
@@ -55,35 +55,6 @@ class Request:
     """The backbone's hub id, for heads trained on a local copy."""
     dtype: Dtype = "auto"
     """Of a checkpoint's weights; auto: as they are."""
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Heads to publish."""
-
-    folder: Path
-    method: str
-    """See `engines.METHODS`, or the kind of code of the user's own."""
-    card: dict[str, Any]
-    """``headstart.json`` of the checkpoint; of an export whose checkpoint is gone only what it records."""
-    base_model: str | None
-    """The backbone's hub id, if it is known."""
-    depth: int
-    engines: tuple[str, ...]
-    """Engines that read the heads, exported first where their method needs it."""
-    files: tuple[Path, ...]
-    """Relative to the folder."""
-    run: Path
-    """The folder of the training run, which may be gone."""
-    layout: str | None = None
-    """Of an exported folder; None: a checkpoint."""
-    saved: Checkpoint | None = None
-    """None: an exported folder."""
-
-    @property
-    def shown_backbone(self) -> str:
-        """The backbone's name without a path."""
-        return self.base_model or last_part(self.card["backbone"]) or "a backbone that is not named"
 
 
 def publish(request: Request) -> str:

@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -24,15 +23,13 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.kv.rows import FixedMemory
 from headstart.inference.capture.backend import Backend, Function
 from headstart.inference.capture.captured import PATIENCE, Captured, warn_once
-from headstart.inference.capture.plugin import LACKING, Compiled, plugin, required
+from headstart.inference.capture.plugin import LACKING, Collect, Compiled, plugin, required
 from headstart.support.devices import is_accelerator
 from headstart.support.errors import UserError
 
 BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
 """auto: on a CPU what is compiled, else traces after `PATIENCE` calls of the first function; nothing elsewhere. The others capture at the
 first call; ``compile`` compiles what lacks."""
-Collect = Callable[[Path, Any], object]
-"""Takes the programs of passes that are not compiled, by their files."""
 
 
 def _trace() -> type[Backend]:
@@ -97,7 +94,7 @@ class Capturer:
         captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
         captured.loads_kernels, captured.functions = is_accelerator(self.device), self.functions
         if compilable is not None and unless is None and self.name in ("auto", "compile") and (brought := plugin(self.device.type)):
-            captured.compiled = brought.compiled(compilable, of, self)
+            captured.compiled = brought.compiled(compilable, of, self.name, self.collect)
         self.functions.append(captured)
         return captured
 

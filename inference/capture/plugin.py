@@ -12,7 +12,8 @@ import functools
 import logging
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -20,10 +21,8 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture.backend import Backend, Function
 from headstart.support.errors import UserError
 
-if TYPE_CHECKING:
-    from headstart.inference.capture.capture import Capturer
-    from headstart.inference.generate import SpeculativeModel
-
+Collect = Callable[[Path, Any], object]
+"""Takes the programs of passes that are not compiled, by their files."""
 GROUP = "headstart.capture"
 logger = logging.getLogger(__name__)
 LACKING = "the package headstart-cpu, with which a CPU decodes faster, is not installed; in a clone: pip install ./plugins/headstart-cpu"
@@ -52,17 +51,20 @@ class Plugin(Protocol):
     trace: type[Backend]
     """The backend ``trace``."""
 
-    def compiled(self, function: Function, of: Backbone | nn.Module | None, capturer: Capturer) -> Compiled | None:
-        """``function(held, *inputs)``, compiled; None where it is not. ``of``: the backbone that verifies, or the drafter that drafts."""
+    def compiled(self, function: Function, of: Backbone | nn.Module | None, capture: str, collect: Collect | None) -> Compiled | None:
+        """``function(held, *inputs)``, compiled; None where it is not. ``of``: the backbone that verifies, or the drafter that drafts.
 
-    def compile_model(self, heads: SpeculativeModel, say: Callable[[str], object], batch: int = 1) -> dict[str, Any]:
-        """Compile what decoding with a model and its heads runs, once for a machine.
+        ``capture``: auto, or compile, by which what lacks is compiled at once. ``collect``: is given what lacks, to be compiled later.
+        """
+
+    def compile_model(self, heads: Any, say: Callable[[str], object], batch: int = 1) -> dict[str, Any]:
+        """Compile what decoding with a `SpeculativeModel` runs, once for a machine.
 
         ``batch``: the most rows that are decoded together. ``say``: is given lines about the progress. Returns ``parts``, how many were
         compiled, ``seconds`` and the ``folder``. Raises UserError where the layers cannot be compiled.
         """
 
-    def compile_lacking(self, heads: SpeculativeModel, batch: int = 1) -> None:
+    def compile_lacking(self, heads: Any, batch: int = 1) -> None:
         """The same where compiled code is used by default, with lines on standard error, also about what cannot be compiled."""
 
 
@@ -86,7 +88,7 @@ def required() -> Plugin:
     return found
 
 
-def compile_lacking(heads: SpeculativeModel, batch: int = 1) -> None:
+def compile_lacking(heads: Any, batch: int = 1) -> None:
     """See `Plugin.compile_lacking`; nothing without a package for the device."""
     found = plugin(heads.backbone.device.type)
     if found is not None:

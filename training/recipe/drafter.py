@@ -11,18 +11,12 @@ forward pass of the backbone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headstart.support.config import Model, StrictModel, parse
+from headstart.support.config import StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.training.recipe.sections import Text
-
-if TYPE_CHECKING:
-    from headstart.training.recipe.recipe import Recipe
-
 
 VOCABULARY_KEY = "draft_vocab_size"
 
@@ -79,40 +73,3 @@ def by_name(entries: Any) -> Any:
             raise UserError(f"heads[{i}] is named {name!r} like another; give each a name of its own, as in {{name: {name}-2, ...}}")
         named[name] = {key: value for key, value in entry.items() if key != "name"}
     return named
-
-
-def per_drafter(recipe: Recipe) -> dict[str, Recipe]:
-    """For each drafter the recipe that trains it alone, to the same weights, into its own folder; the only one's name is empty.
-
-    Raises UserError for an entry that is not valid.
-    """
-    return {name: _alone(recipe, name, entry) for name, entry in recipe.heads.items()} if recipe.heads else {"": recipe}
-
-
-def _alone(recipe: Recipe, name: str, entry: dict[str, Any]) -> Recipe:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in RESERVED_NAMES:
-        raise UserError(f"heads: {name!r} cannot name a folder in save.dir; use letters, digits, '-', '_' and '.'")
-    for key in OWN_SECTIONS:
-        if not isinstance(entry.get(key, {}), dict):
-            raise UserError(f"heads.{name}.{key} is a section with keys of its own; got {entry[key]!r}")
-    for key in SHARED_KEYS:
-        if key in entry.get("train", {}):
-            raise UserError(f"heads.{name}.train.{key} is the same for all heads, which share the backbone's forward pass; set train.{key}")
-    drafter = {key: value for key, value in entry.items() if key not in OWN_SECTIONS}
-    require_arguments(drafter, f"heads.{name}")
-    sections = {
-        **dict(recipe),
-        "heads": {},
-        "drafter": drafter,
-        "save": recipe.save.model_copy(update={"dir": str(Path(recipe.save.dir) / name)}),
-    }
-    try:
-        sections["objective"] = _changed(recipe.objective, entry.get("objective", {}), "objective")
-        sections["train"] = _changed(recipe.train, entry.get("train", {}), "train")
-        return parse(type(recipe), sections)
-    except UserError as error:
-        raise UserError(f"heads.{name}: {error}") from None
-
-
-def _changed(section: Model, changes: dict[str, Any], where: str) -> Model:
-    return parse(type(section), {**dict(section), **changes}, where) if changes else section

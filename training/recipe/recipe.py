@@ -5,16 +5,17 @@ recipe = load_recipe("recipes/quickstart/eagle3.yaml", ["train.lr=3e-4", "drafte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import model_validator
 
-from headstart.support.config import RuleError, Seed, StrictModel, parse
+from headstart.support.config import Model, RuleError, Seed, StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.support.hub import local_or_shipped
-from headstart.training.recipe.drafter import by_name, per_drafter, require_arguments
+from headstart.training.recipe.drafter import OWN_SECTIONS, RESERVED_NAMES, SHARED_KEYS, by_name, require_arguments
 from headstart.training.recipe.sections import Backbone, Cache, Data
 from headstart.training.recipe.served import Features, Regenerate
 from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
@@ -97,8 +98,40 @@ class Recipe(StrictModel):
         )
 
     def per_drafter(self) -> dict[str, Recipe]:
-        """By name, the recipe of each drafter as if it were trained alone; with ``drafter`` the whole recipe, under an empty name."""
-        return per_drafter(self)
+        """For each drafter the recipe that trains it alone, to the same weights, into its own folder; the only one's name is empty.
+
+        Raises UserError for an entry that is not valid.
+        """
+        return {name: _alone(self, name, entry) for name, entry in self.heads.items()} if self.heads else {"": self}
+
+
+def _alone(recipe: Recipe, name: str, entry: dict[str, Any]) -> Recipe:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in RESERVED_NAMES:
+        raise UserError(f"heads: {name!r} cannot name a folder in save.dir; use letters, digits, '-', '_' and '.'")
+    for key in OWN_SECTIONS:
+        if not isinstance(entry.get(key, {}), dict):
+            raise UserError(f"heads.{name}.{key} is a section with keys of its own; got {entry[key]!r}")
+    for key in SHARED_KEYS:
+        if key in entry.get("train", {}):
+            raise UserError(f"heads.{name}.train.{key} is the same for all heads, which share the backbone's forward pass; set train.{key}")
+    drafter = {key: value for key, value in entry.items() if key not in OWN_SECTIONS}
+    require_arguments(drafter, f"heads.{name}")
+    sections = {
+        **dict(recipe),
+        "heads": {},
+        "drafter": drafter,
+        "save": recipe.save.model_copy(update={"dir": str(Path(recipe.save.dir) / name)}),
+    }
+    try:
+        sections["objective"] = _changed(recipe.objective, entry.get("objective", {}), "objective")
+        sections["train"] = _changed(recipe.train, entry.get("train", {}), "train")
+        return parse(type(recipe), sections)
+    except UserError as error:
+        raise UserError(f"heads.{name}: {error}") from None
+
+
+def _changed(section: Model, changes: dict[str, Any], where: str) -> Model:
+    return parse(type(section), {**dict(section), **changes}, where) if changes else section
 
 
 def _refuse(*rules: tuple[str, bool, str]) -> None:

@@ -19,8 +19,8 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.heads.kv.rows import STEP
 from headstart.inference.capture.backend import Call, Function, all_nearly_equal
-from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.captured import warn_once
+from headstart.inference.capture.plugin import Collect
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 UNSTATED = ("_name_or_path", "transformers_version")
 
 
-def compiled_pass(function: Function, of: Backbone | nn.Module | None, capturer: Capturer) -> CompiledPass | None:
+def compiled_pass(function: Function, of: Backbone | nn.Module | None, capture: str, collect: Collect | None) -> CompiledPass | None:
     """The function, compiled; None where the capturer's backend or the machine does not.
 
     ``of``: the backbone whose trees it verifies, or the drafter that drafts. Raises UserError as `compiles` does.
@@ -44,27 +44,26 @@ def compiled_pass(function: Function, of: Backbone | nn.Module | None, capturer:
     from headstart_cpu.compiled_pass import CompiledPass, Where  # here, since few calls need it
 
     if isinstance(of, Backbone):
-        if not compiles(capturer, of):
+        if not compiles(capture, of):
             return None
         where = Where(list(of.layers), [of.model], described(of.model), HINT.format(of.name or "MODEL"))
-        return CompiledPass(function, _read_shapes, where, _missing(capturer))
+        return CompiledPass(function, _read_shapes, where, _missing(capture, collect))
     assert isinstance(of, Drafter)
-    if not compiles(capturer, of.backbone):
+    if not compiles(capture, of.backbone):
         return None
     where = Where([], [of, of.backbone.model], (described(of), str(of.arguments), described(of.backbone.model)))
-    return CompiledPass(function, _draft_shapes, where, _missing(capturer), agree=_first_level_agrees)
+    return CompiledPass(function, _draft_shapes, where, _missing(capture, collect), agree=_first_level_agrees)
 
 
-def _missing(capturer: Capturer) -> Missing:
+def _missing(capture: str, collect: Collect | None) -> Missing:
     """What is done about code that is not compiled: collected for `compile_model`, compiled at once for ``compile``, else nothing."""
     from headstart_cpu import store
 
-    return capturer.collect or ((lambda _, program: store.compile_missing(program)) if capturer.name == "compile" else None)
+    return collect or ((lambda _, program: store.compile_missing(program)) if capture == "compile" else None)
 
 
-def compiles(capturer: Capturer, backbone: Backbone) -> bool:
+def compiles(name: str, backbone: Backbone) -> bool:
     """True if compiled code is used. Raises UserError if that is asked for by name and cannot be."""
-    name = capturer.name
     if name not in ("auto", "compile") or backbone.device.type != "cpu" or (name == "auto" and os.environ.get(OFF) == "0"):
         return False
     reason = not_compilable(backbone)

@@ -9,7 +9,7 @@ from torch import nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture.backend import Function
-from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.plugin import Collect
 from headstart_cpu.passes import compiled_pass
 from headstart_cpu.trace import Trace
 
@@ -23,8 +23,8 @@ class _CPU:
 
     trace = Trace
 
-    def compiled(self, function: Function, of: Backbone | nn.Module | None, capturer: Capturer) -> CompiledPass | None:
-        return compiled_pass(function, of, capturer)
+    def compiled(self, function: Function, of: Backbone | nn.Module | None, capture: str, collect: Collect | None) -> CompiledPass | None:
+        return compiled_pass(function, of, capture, collect)
 
     def compile_model(self, heads: SpeculativeModel, say: Callable[[str], object], batch: int = 1) -> dict[str, Any]:
         from headstart_cpu.compile_model import compile_model  # here and below, since few calls need it
