@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
 from headstart.heads.backbone.experts import repeated_tokens
@@ -22,7 +22,7 @@ from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
-from headstart.heads.backbone.model_config import Attention, attention_kernel, empty_model, load_config, load_error
+from headstart.heads.backbone.model_config import Attention, attention_kernel, from_gguf, load_config, load_error
 from headstart.heads.backbone.probes import base_of, decoder_layers, probe, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import Recurrent
@@ -266,7 +266,7 @@ def load_backbone(
     source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
     kind = loaded_dtype(dtype, config, on)
     try:
-        with reaching(path), waiting(f"loading {path}"), nullcontext() if gguf is None else _from_gguf(gguf, kind, config):
+        with reaching(path), waiting(f"loading {path}"), nullcontext() if gguf is None else from_gguf(gguf, kind, config):
             model, report = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
                 attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
@@ -282,12 +282,6 @@ def load_backbone(
     backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False), trees=False)
     backbone.gguf = gguf
     return backbone
-
-
-def _from_gguf(file: GgufFile, dtype: torch.dtype | str, config: PretrainedConfig) -> AbstractContextManager[None]:
-    from headstart.heads.backbone.gguf_config import reading  # here, since few backbones are such files
-
-    return reading(file, dtype, empty_model(config, str(file.path)))
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -5,6 +5,7 @@ The tokens at which a backbone's decoding stops.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.adapter import ADAPTER_CONFIG
-from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.gguf_file import GgufFile, find_gguf
 from headstart.heads.backbone.shipped import EMBEDDED, SMOLLM2, resolve
 from headstart.support.errors import UserError, cause
 from headstart.support.hub import cut_off, reaching
@@ -73,6 +74,13 @@ def read_sizes(path: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
 def attention_kernel(attention: Attention) -> str | None:
     """The argument ``attn_implementation`` of transformers, which chooses by itself without one."""
     return None if attention == "auto" else attention
+
+
+def from_gguf(file: GgufFile, dtype: torch.dtype | str, config: PretrainedConfig) -> AbstractContextManager[None]:
+    """See `gguf_config.reading`."""
+    from headstart.heads.backbone.gguf_config import reading  # here, since few backbones are such files
+
+    return reading(file, dtype, empty_model(config, str(file.path)))
 
 
 def empty_model(config: PretrainedConfig, path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
