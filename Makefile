@@ -13,6 +13,8 @@
 # make test-real      every command on a released model, SmolLM2-135M-Instruct, on a CPU or a GPU (fetches 93 MB), and whether what
 #              it writes is what is trained on: 200 answers in process and 200 through a server (ROUND_TRIP=16 make test-real: fewer, sooner)
 # make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
+# make test-quantized models in the quantizations that load on a CPU (bitsandbytes, torchao, compressed-tensors, GPTQ ...): the text with
+#              drafts is that without, or a line says that drafts rest; in .venv-quantized (0.4 GB)
 # make engines        only that environment, in .venv-engines (3.6 GB)
 #
 # PYTHON=python3.12 make test              another interpreter (3.11 or newer)
@@ -32,7 +34,7 @@ INSTALLED := $(VENV)/.installed
 LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no
 
-.PHONY: install demo demo-smollm2 test test-all test-versions test-real fuzz soak lint wheel docs engines test-engines
+.PHONY: install demo demo-smollm2 test test-all test-versions test-real test-quantized fuzz soak lint wheel docs engines test-engines
 
 install: $(INSTALLED)
 
@@ -104,6 +106,11 @@ test-versions: $(INSTALLED)
 # Not part of `make test`: it fetches the model (kept in out/real). Skipped, in one line, where that is not possible.
 test-real: $(INSTALLED)
 	@if $(BIN)/python tests/real/fetch.py; then $(BIN)/python -m pytest -q --durations=16 tests/real; else echo "skipped: no model to test with"; fi
+
+# Not part of `make test`: it installs the quantizers. Skipped, in one line, where they cannot be installed.
+test-quantized: $(INSTALLED)
+	@if BIN=$(BIN) bash tests/quantized/install.sh; then .venv-quantized/bin/python -m pytest -q --durations=12 tests/quantized; \
+	else echo "skipped: no quantizers to test with"; fi
 
 MINUTES ?= 60
 soak: $(INSTALLED)
