@@ -15,7 +15,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
     OMP_NUM_THREADS="1",  # for the processes that tests start
-    HEADSTART_COMPILE="0",  # but for test_compiled.py, no test uses compiled layers
+    HEADSTART_COMPILE="0",  # but for those of headstart-cpu, no test uses compiled layers
 )
 
 
