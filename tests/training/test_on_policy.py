@@ -151,7 +151,7 @@ def test_loss_and_gradients_are_those_by_the_book(terms: dict[str, float], vocab
     features = with_kv(on, drafter, ROWS, vocab=on.vocab)
     wanted = Objective(terms=terms, on_policy=0.7, on_policy_share=0.4, depth_decay=0.6, chunk_size=7)
     pairs = []
-    for way in (lambda: on_policy_loss(FusedLoss(wanted, drafter), features, KEY), lambda: naive(wanted, drafter, features)):
+    for way in (lambda: on_policy_loss(FusedLoss(wanted, drafter), features, KEY), lambda: naive(wanted, on, drafter, features)):
         drafter.zero_grad()
         (loss := way()).backward()
         pairs.append((loss.detach(), {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}))
