@@ -36,20 +36,19 @@ def add_new_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def new_recipe(args: argparse.Namespace) -> int:
-    """Write a recipe for a model; say what it assumes."""
+    """Write a recipe for a model; print it and its plan."""
     from headstart.cli.loading import quiet
+    from headstart.support.config import parse
     from headstart.support.files import require_writable, write_json, write_text
-    from headstart.support.text import gigabytes
-    from headstart.training.plan.plan import find_machine
-    from headstart.training.rules.datasets import find_preset
-    from headstart.training.rules.methods import find_method
+    from headstart.training.plan.plan import find_machine, plan
+    from headstart.training.plan.table import lines
+    from headstart.training.recipe.recipe import Recipe
     from headstart.training.rules.model import read_facts
-    from headstart.training.rules.propose import propose
-    from headstart.training.rules.text import next_commands, recipe_text
+    from headstart.training.rules.propose import own_data, propose, require_method
 
     quiet()
-    find_method(args.method)  # before the model is read
-    find_preset(args.data or "text")
+    require_method(args.method)  # before the model is read
+    own_data("text" if args.data is None else args.data)
     machine = find_machine(args.gpus, args.memory)
     if not args.model.strip():
         raise UserError("MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text")
@@ -60,19 +59,13 @@ def new_recipe(args: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir() and not args.overwrite:
         raise UserError(f"{out} is there already; name another file with --out, or replace it with --overwrite")
     require_writable("--out", out)
-    if args.tflops is not None and not 0 < args.tflops < float("inf"):
-        raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {args.tflops:g}")
-    proposal = propose(facts, args.method, machine, args.data).fitted(tflops=args.tflops)
-    assert proposal.figures is not None
     extra = {"backbone": {"trust_remote_code": True}} if args.trust_remote_code else {}
-    tree = {key: {**value, **extra.get(key, {})} for key, value in proposal.tree.items()}
-    write_text(out, recipe_text(proposal, str(out), values=tree))
-    print(f"wrote     {out}")
-    for label, line in [*(("assumed", one) for one in proposal.assumed), *([("only", facts.refusal)] if facts.refusal else [])]:
-        print(f"{label:<9} {line}")
-    print(f"fits      {gigabytes(proposal.figures.peak)} at most of {gigabytes(machine.usable)} usable; headstart plan {out} says more")
-    print("next      in this order:", *next_commands(proposal, str(out)), sep="\n  ")
-    write_json(args.json, {"recipe": str(out), "assumed": list(proposal.assumed), "peak": proposal.figures.peak, "values": tree})
+    proposal = propose(facts, args.method, machine, args.data).changed(extra).fitted(machine, facts.path)
+    report = plan(parse(Recipe, proposal.tree), machine, args.tflops)
+    write_text(out, proposal.text())
+    print(f"wrote     {out}\n", proposal.text(), *lines(report), sep="\n")
+    print(f"next      headstart train {out}; heads accept more if they learn the backbone's own answers: headstart regenerate first")
+    write_json(args.json, {"recipe": str(out), "peak": report["memory"]["peak"], "values": proposal.tree})
     return 0
 
 

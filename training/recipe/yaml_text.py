@@ -26,6 +26,7 @@ from ruamel.yaml.resolver import VersionedResolver
 
 from headstart.support.errors import UserError, cause
 from headstart.support.files import as_path
+from headstart.support.hub import local_or_shipped
 from headstart.support.json_text import MAX_DEPTH, TOO_DEEP, require_depth, whole
 from headstart.support.text import read_text, require_characters
 from headstart.training.recipe.drafter import by_name
@@ -171,7 +172,8 @@ def _read(path: Path, above: Sequence[Path], extended: list[Path]) -> dict[str, 
         tree["heads"] = by_name(tree["heads"] or {})
     result: dict[str, Any] = {}
     for name in _names(names):
-        file = path.parent / as_path("extends:", name)
+        beside = path.parent / as_path("extends:", name)
+        file = beside if beside.exists() else local_or_shipped(name)
         if not file.is_file():
             raise UserError(f"extends: no file {name!r}; its path is relative to {path.parent}, where {path.name} is")
         if len(extended) > MAX_FILES:

@@ -13,9 +13,8 @@ from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.model_config import empty_model
 from headstart.heads.backbone.probes import decoder_layers, layer_kinds, refusal_of
 from headstart.heads.backbone.shipped import EMBEDDED
-from headstart.support.errors import UserError, waiting
+from headstart.support.errors import UserError, notice, waiting
 from headstart.training.features.backbone import read_config
-from headstart.training.plan.compute import active_parameters
 from headstart.training.recipe import sections
 
 THOUGHTS = ("<think>", "<|channel|>analysis", "enable_thinking")
@@ -31,8 +30,6 @@ class ModelFacts:
     path: str
     """Hub id or folder, as the recipe names the backbone."""
     parameters: int
-    active: int
-    """Weights that a token meets in the layers: of experts as many as its router chooses."""
     layers: int
     width: int
     vocab: int
@@ -43,8 +40,6 @@ class ModelFacts:
     """Whether the tokenizer has a chat template."""
     thinks: bool
     """Whether the chat template knows reasoning before the answer."""
-    assumed: tuple[str, ...] = ()
-    """What could not be looked up."""
     refusal: str | None = None
     """Why heads for it are trained and exported only; None if it decodes with them too."""
 
@@ -52,12 +47,6 @@ class ModelFacts:
     def name(self) -> str:
         """The folder of its recipes: the last part of the path in lower case."""
         return "embedded" if self.path == EMBEDDED else Path(self.path).name.lower().removesuffix(SUFFIX)
-
-    @property
-    def size(self) -> str:
-        """Its size for people, as in ``8.2 B parameters``; with experts also how many are active."""
-        total = f"{_short(self.parameters)} parameters"
-        return total if self.active > 0.6 * self.parameters or self.parameters < 4e9 else f"{total}, {_short(self.active)} active"
 
 
 @waiting("reading the model's configuration and tokenizer")
@@ -68,26 +57,23 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     config = model.config.get_text_config()
     stated, readout = config.to_dict(), model.get_output_embeddings()
     layers = decoder_layers(model, config.num_hidden_layers)
-    tokenizer, assumed = _tokenizer(path, trust_remote_code)
+    tokenizer = _tokenizer(path, trust_remote_code)
     template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
     refusal = refusal_of(partial(layer_kinds, model, layers), trees=False)
     context = stated.get("max_position_embeddings") or stated.get("n_positions")
     if context is None:
-        assumed = (*assumed, f"a context of {CONTEXT:,} tokens: its configuration states none")
+        notice(f"assumed: a context of {CONTEXT:,} tokens: its configuration states none")
     return ModelFacts(
-        path=path, parameters=sum(weight.numel() for weight in model.parameters()), active=active_parameters(layers, stated),
+        path=path, parameters=sum(weight.numel() for weight in model.parameters()),
         layers=len(layers), width=config.hidden_size, vocab=readout.weight.shape[0], context=context or CONTEXT,
         packable=refusal is not None or layer_kinds(model, layers)[1] is None, chat=tokenizer is None or bool(template),
-        thinks=any(text in template for text in THOUGHTS), assumed=assumed, refusal=refusal,
+        thinks=any(text in template for text in THOUGHTS), refusal=refusal,
     )  # fmt: skip
 
 
-def _tokenizer(path: str, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase | None, tuple[str, ...]]:
+def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     try:
-        return load_tokenizer(path, trust_remote_code=trust_remote_code), ()
+        return load_tokenizer(path, trust_remote_code=trust_remote_code)
     except UserError:
-        return None, ("a tokenizer with a chat template: none could be read",)
-
-
-def _short(count: int) -> str:
-    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M" if count >= 1e6 else f"{count / 1e3:.3g} k"
+        notice("assumed: a tokenizer with a chat template: none could be read")
+        return None

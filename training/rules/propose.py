@@ -1,45 +1,189 @@
-"""A recipe by rule, whose sources training/rules/methods.py names: the values for a model, a method, presets of data and hardware."""
+"""A recipe by rule: the parts that it extends, for its method and its data, and what follows from the model and the hardware.
+
+recipes/shared has the parts, each with its source; docs/recipe.md has the rules as a table.
+
+    draft vocabulary   32,000 of more than 64,000 tokens: EAGLE-3's and SpecForge's size; on a CPU 8,192 of more than 16,384
+    depth on a CPU     4 of EAGLE-3's 7: with 8,192 tokens a step of SmolLM2-135M takes a fifth of the time (docs/train.md)
+    block              5 layers (3, 5 and 8 were compared in 2602.06036), or 2 of models as wide as 8,192, so that they fit
+    length             2,048 as EAGLE-3 and SpecForge; 4,096 for models that write their thoughts, whose answers are longer
+    learning rate      as published at a width of 4,096 or more, below in inverse proportion to the width (2203.03466), and below 1,024
+                       auto, which was fitted to small backbones (docs/defaults.md)
+    batch              32,768 tokens: 16 rows of 2,048
+    data               UltraChat for chat models, as EAGLE-3 and SpecForge; text for others
+    steps              two passes over the data: EAGLE-3's acceptance still grew at eight times EAGLE's data (2503.01840, figure 1)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from headstart.heads.methods import find_drafter
 from headstart.support.config import parse
 from headstart.support.errors import UserError, waiting
+from headstart.support.hub import local_or_shipped
 from headstart.support.text import gigabytes
-from headstart.training.plan.compute import estimated_hours, step_operations
+from headstart.training.data.rows import names_file, read_rows
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch, StepMemory
-from headstart.training.plan.plan import Machine, disk
+from headstart.training.plan.plan import Machine
 from headstart.training.recipe.drafter import VOCABULARY_KEY
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.recipe.yaml_text import merged
-from headstart.training.rules.datasets import PRESETS, Preset, find_preset
-from headstart.training.rules.methods import BATCH_TOKENS, EVERY_METHOD, METHODS, PASSES, Method, find_method, own_values, values_on_cpu
+from headstart.training.recipe.sections import Data
+from headstart.training.recipe.yaml_text import dump_yaml, merged, read_extended
 from headstart.training.rules.model import ModelFacts
 
 Tree = dict[str, Any]
+METHODS = ("eagle3", "block", "medusa", "medusa2", "hydra", "eagle", "mlp", "mtp", "draft_model")
+ROWS = {"ultrachat": 207_865, "sharegpt": 68_000, "perfectblend": 500_000, "mix": 507_865}
+"""Data presets of conversations, and how many they have."""
+TEXT, TEXT_TOKENS = "text", 118_000_000
+"""The preset of texts, which are packed, and about how many tokens it has."""
+HELD: int = Data.model_fields["eval_rows"].default
+"""Rows of the user's own that are held out where there are plenty."""
+SHARED = "recipes/shared"
+DRAFT_VOCAB = 32_000
+CPU_KINDS, CPU_VOCABULARY, CPU_DEPTH = ("eagle", "eagle3"), 8192, 4
+"""On a CPU, heads that pass through one layer for each depth draft of fewer tokens and depths."""
+BATCH_TOKENS = 32_768
+RATE_WIDTH, AUTO_WIDTH = 4096, 1024
+WIDE = 8192
+"""Width from which block heads have 2 layers: each takes 14 GB while it is trained, its optimizer state and gradients included."""
+LENGTH, LONG = 2048, 4096
+PASSES = 2
+FORWARD_TOKENS = 4096
+"""Tokens of a forward pass, enough to keep an accelerator busy; a trained backbone keeps its activations, and has half."""
+BYTES, SHARE_OF_MEMORY = 2, 0.5
+"""Of a weight in bf16; of a device's memory that the backbone may take before it is sharded."""
+SHARE_OF_ALL = 0.8
+"""Of the memory of all devices that it may take before servers run it."""
+SERVER = "http://localhost:8000"
+"""Where ``headstart serve-features`` serves hidden states by default."""
+LEAST_CONTEXT = 32
+"""Positions below which a model is no use as a backbone."""
+ORDER = ("backbone", "drafter", "features", "data", "regenerate", "objective", "train", "eval", "save")
+FIRST = ("path", "kind", "train", "dir", "steps", "epochs", "batch_size", "micro_batch", "lr")
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What a recipe takes on its machine."""
+class Proposal:
+    """A recipe: the parts of recipes/shared that it extends, and its own values."""
 
-    peak: int
-    """Most bytes of memory at a time, of each device."""
-    heads: int
-    """Bytes of the heads on disk."""
-    states: int
-    """Bytes of the states to resume from."""
-    hours: float | None
-    """Estimated from the arithmetic of the steps; None without a peak in TFLOP/s or a number of steps."""
+    extends: tuple[str, ...]
+    own: Tree
+
+    @property
+    def tree(self) -> Tree:
+        """The whole recipe."""
+        tree: Tree = {}
+        for name in self.extends:
+            tree = merged(tree, shared(name))
+        return merged(tree, self.own)
+
+    def text(self, folder: str = SHARED) -> str:
+        """Return the file; ``folder``: that of the parts, as it names them."""
+        return f"extends: [{', '.join(f'{folder}/{name}.yaml' for name in self.extends)}]\n{dump_yaml(self.own)}"
+
+    @waiting("fitting rows into memory")
+    def fitted(self, machine: Machine, config: str) -> Proposal:
+        """Return the proposal with the changes that make it fit the machine (`fit`). Raises UserError if nothing does."""
+        return self.changed(fit(self.tree, machine, config)[0])
+
+    def changed(self, changes: Tree) -> Proposal:
+        """Return the proposal with other values of its own, in the order of docs/recipe.md, paths, kinds and lengths first."""
+        tree = {key: values for key, values in merged(self.own, changes).items() if values}
+        order = {key: sorted(tree[key], key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)) for key in tree}
+        return Proposal(self.extends, {key: {name: tree[key][name] for name in order[key]} for key in sorted(tree, key=ORDER.index)})
 
 
-def fit(tree: Tree, machine: Machine, config: str, *, tflops: float | None = None) -> tuple[Tree, Figures]:
-    """Return the changes that make the recipe ``tree`` fit the machine, none if it does, and what it takes then.
+def shared(name: str) -> Tree:
+    """Return the values of a part in recipes/shared."""
+    return read_extended(local_or_shipped(f"{SHARED}/{name}.yaml"))[0]
+
+
+def require_method(name: str) -> None:
+    """Raise UserError for a method that is none."""
+    if name not in METHODS:
+        raise UserError(f"--method {name} is unknown; methods are {', '.join(METHODS)}")
+
+
+def own_data(name: str) -> Tree:
+    """Return the section of data that is no preset: a file, of whose few rows every tenth is held out, or a dataset. Raises UserError."""
+    if not name.strip():
+        raise UserError(f"--data is one of {', '.join([*ROWS, TEXT])}, a file of rows, or the name of a dataset; got {name!r}")
+    if name in ROWS or name == TEXT:
+        return {}
+    count = len(read_rows(name, limit=10 * HELD)) if names_file(name) else 10 * HELD
+    return {"train": name} | ({"eval_rows": max(1, count // 10)} if count < 10 * HELD else {})
+
+
+def propose(facts: ModelFacts, method: str, machine: Machine, data: str | None = None) -> Proposal:
+    """Return a recipe by rule, without planning it. ``data``: a preset, file or dataset (None: by the model).
+
+    Raises UserError for a method that is none or cannot be, or a model with next to no context.
+    """
+    require_method(method)
+    if facts.context < LEAST_CONTEXT:
+        raise UserError(f"{facts.path} has a context of {facts.context} tokens; heads need a backbone of at least {LEAST_CONTEXT}")
+    part, preset = shared(method), data or ("ultrachat" if facts.chat else TEXT)
+    takes_layers = "backbone" in part or method == "draft_model"
+    if facts.refusal is not None and takes_layers:
+        raise UserError(f"--method {method} takes the layers of {facts.path}; {facts.refusal}: give another method, as eagle3 or block")
+    section, length = own_data(preset), min(LONG if facts.thinks else LENGTH, facts.context)
+    values: Tree = {
+        "backbone": {"path": facts.path}, "drafter": _drafter(facts, method, machine), "data": {**section, "max_length": length},
+        "regenerate": {"temperature": 0.7, "max_new_tokens": length // 2}, "train": _train(facts, part, preset, length, machine),
+        "save": {"dir": f"out/{facts.name}/{method}"},
+    }  # fmt: skip
+    if machine.accelerator:
+        values["backbone"]["dtype"] = values["train"]["precision"] = "bf16"
+    if preset == TEXT and facts.packable:
+        values["data"]["packing"] = True
+    all_devices = SHARE_OF_ALL * machine.memory * machine.processes
+    too_large = machine.accelerator and facts.parameters * BYTES > all_devices and not takes_layers
+    if facts.refusal is not None or too_large:
+        values["features"] = {"endpoint": SERVER}
+    elif machine.processes > 1 and "backbone" not in part and not fits_one(facts, machine.memory):
+        values["backbone"]["shard"] = True
+    return Proposal((method, *(() if section else (preset,))), {}).changed(values)
+
+
+def fits_one(facts: ModelFacts, memory: float) -> bool:
+    """Whether the rules train on one GPU of this many bytes: the backbone takes at most half of it."""
+    return facts.parameters * BYTES <= SHARE_OF_MEMORY * memory
+
+
+def _drafter(facts: ModelFacts, method: str, machine: Machine) -> Tree:
+    """Return the drafter's arguments that follow from the model and the machine."""
+    kind, values = shared(method)["drafter"]["kind"], Tree()
+    if kind == "block":
+        values = {"layers": max(1, min(5 if facts.width < WIDE else 2, facts.layers // 2)), "correction_rank": min(256, facts.width)}
+    if kind == "mlp" and facts.vocab > 2 * DRAFT_VOCAB:
+        values = {"tie_weights": True}  # each depth would have two tables
+    if facts.vocab > 2 * DRAFT_VOCAB and VOCABULARY_KEY in find_drafter(kind).Config.model_fields:
+        values[VOCABULARY_KEY] = DRAFT_VOCAB
+    if not machine.accelerator and kind in CPU_KINDS:
+        values |= {"depth": CPU_DEPTH} if shared(method)["drafter"]["depth"] > CPU_DEPTH else {}
+        values |= {VOCABULARY_KEY: CPU_VOCABULARY} if facts.vocab > 2 * CPU_VOCABULARY else {}
+    return values
+
+
+def _train(facts: ModelFacts, part: Tree, preset: str, length: int, machine: Machine) -> Tree:
+    """Return the length of the run, its rows and its learning rate."""
+    rows = part["train"].get("batch_size") or 1 << max(1, BATCH_TOKENS // length).bit_length() - 1
+    tokens = FORWARD_TOKENS // 2 if "backbone" in part else FORWARD_TOKENS
+    steps = ROWS[preset] / rows if preset in ROWS else TEXT_TOKENS / BATCH_TOKENS
+    train: Tree = {"steps": max(100, round(PASSES * steps / 100) * 100)} if preset in ROWS or preset == TEXT else {"epochs": PASSES}
+    published = part["train"]["lr"]
+    rate = "auto" if facts.width < AUTO_WIDTH else float(f"{published * max(1, RATE_WIDTH / facts.width):.1e}")
+    train |= {} if "batch_size" in part["train"] else {"batch_size": rows}
+    train["micro_batch"] = min(max(1, rows // machine.processes), 1 << (max(1, tokens // length).bit_length() - 1))
+    return train if rate == published else {**train, "lr": rate}
+
+
+def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
+    """Return the changes that make the recipe ``tree`` fit the machine, none if it does, and the bytes that it takes at most then.
 
     Activations are recomputed, then the backbone is sharded; on each step fewer rows are tried.
 
@@ -48,17 +192,17 @@ def fit(tree: Tree, machine: Machine, config: str, *, tflops: float | None = Non
     """
     closest: StepMemory | None = None
     for change in _ladder(tree, machine):
-        plan = _memory_plan(merged(tree, change), machine, config)
+        recipe = parse(Recipe, merged(merged(tree, change), {"backbone": {"path": config}}))
+        plan = MemoryPlan(recipe, make_fake_models(recipe, machine.accelerator), machine.accelerator, True, machine.processes)
         if sum(plan.persistent().values()) > machine.usable:
             closest = closest or StepMemory({"training": plan.persistent()})
             continue
         rows = int(tree["train"]["micro_batch"])
         while rows:
-            size = MicroBatch(rows, tree["data"]["max_length"])
-            closest = plan.step(size)
+            closest = plan.step(MicroBatch(rows, tree["data"]["max_length"]))
             if closest.peak <= machine.usable:
                 smaller = {"train": {"micro_batch": rows}} if rows < tree["train"]["micro_batch"] else {}
-                return merged(change, smaller), _figures(plan, size, closest, machine, tflops)
+                return merged(change, smaller), closest.peak
             rows //= 2
     assert closest is not None
     part = closest.largest_part
@@ -79,166 +223,3 @@ def _ladder(tree: Tree, machine: Machine) -> Iterator[Tree]:
     yield from steps
     if machine.processes > 1 and frozen and not tree["backbone"].get("shard"):
         yield from (merged({"backbone": {"shard": True}}, change) for change in steps)
-
-
-def _memory_plan(tree: Tree, machine: Machine, config: str) -> MemoryPlan:
-    recipe = parse(Recipe, merged(tree, {"backbone": {"path": config}}))
-    return MemoryPlan(recipe, make_fake_models(recipe, machine.accelerator), machine.accelerator, True, machine.processes)
-
-
-def _figures(plan: MemoryPlan, size: MicroBatch, peak: StepMemory, machine: Machine, tflops: float | None) -> Figures:
-    train, hours = plan.recipe.train, None
-    if tflops is not None and train.steps is not None:
-        micro_batches = -(-train.batch_size // machine.processes) / size.rows
-        hours = estimated_hours(step_operations(plan, size), micro_batches, train.steps, tflops)
-    on_disk = disk(plan.recipe, plan.models, None)
-    return Figures(peak.peak, on_disk["heads"], on_disk["states"], hours)
-
-
-FORWARD_TOKENS = 4096
-"""Tokens of a forward pass, enough to keep an accelerator busy."""
-BYTES, SHARE_OF_MEMORY = 2, 0.5
-"""Of a weight in bf16; of a device's memory that the backbone may take before it is sharded."""
-SHARE_OF_ALL = 0.8
-"""Of the memory of all devices that it may take before servers run it."""
-SERVER = "http://localhost:8000"
-"""Where ``headstart serve-features`` serves hidden states by default."""
-LEAST_CONTEXT = 32
-"""Positions below which a model is no use as a backbone."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    facts: ModelFacts
-    method_name: str
-    preset: Preset
-    machine: Machine
-    own: Tree
-    """Values for this model, method and hardware; those that all recipes of the method or preset share are left out."""
-    assumed: tuple[str, ...] = ()
-    figures: Figures | None = None
-    """What it takes on the machine; None if it was not planned."""
-
-    @property
-    def method(self) -> Method:
-        """The rules of the method."""
-        return METHODS[self.method_name]
-
-    @property
-    def tree(self) -> Tree:
-        """The whole recipe."""
-        shared = merged(EVERY_METHOD, self.method.shared)
-        return ordered(merged(merged(shared, {"data": self.preset.data}), self.own))
-
-    @waiting("fitting rows into memory")
-    def fitted(self, config: str | None = None, tflops: float | None = None) -> Proposal:
-        """Return the proposal with the changes that make it fit the machine, and with its figures.
-
-        ``config``: where the backbone's configuration is read from, if not its path. Raises UserError if nothing fits.
-        """
-        place = config or self.facts.path
-        changes, figures = fit(self.tree, self.machine, place, tflops=tflops)
-        return replace(self, own=ordered(merged(self.own, changes)), figures=figures)
-
-
-def propose(facts: ModelFacts, method_name: str, machine: Machine, data: str | None = None, extra: Tree | None = None) -> Proposal:
-    """Return a recipe's values by rule, without planning it.
-
-    ``data``: a preset, file or dataset (None: by the model). ``extra``: values for this model that no rule knows. Raises UserError for a
-    method that is none, or a model with next to no context.
-    """
-    method = find_method(method_name)
-    if facts.context < LEAST_CONTEXT:
-        raise UserError(f"{facts.path} has a context of {facts.context} tokens; heads need a backbone of at least {LEAST_CONTEXT}")
-    if facts.refusal is not None and _takes_layers(method):
-        raise UserError(
-            f"--method {method_name} takes the layers of {facts.path}; {facts.refusal}: give another method, as eagle3 or block"
-        )
-    preset = find_preset(data) if data is not None else PRESETS["ultrachat" if facts.chat else "text"]
-    own = merged(_own(facts, method_name, method, preset, machine), extra or {})
-    assumed = (*facts.assumed, *_assumed(facts, preset, data), *_assumed_on(machine, method, facts))
-    return Proposal(facts, method_name, preset, machine, ordered(own), assumed)
-
-
-def _takes_layers(method: Method) -> bool:
-    """Whether the method is made of the backbone's layers, so that they have to be here."""
-    return method.trains_backbone or method.kind == "draft_model"
-
-
-def _too_large(facts: ModelFacts, machine: Machine) -> bool:
-    """Whether the backbone's weights leave the accelerators together too little for anything else, so that servers run it."""
-    return machine.accelerator and facts.parameters * BYTES > SHARE_OF_ALL * machine.memory * machine.processes
-
-
-def _micro_batch(method: Method, batch_size: int, length: int, processes: int) -> int:
-    """Return the rows of a forward pass: a power of two, at most a device's share of the step."""
-    tokens = FORWARD_TOKENS // 2 if method.trains_backbone else FORWARD_TOKENS  # a trained backbone keeps its activations
-    return min(max(1, batch_size // processes), 1 << (max(1, tokens // length).bit_length() - 1))
-
-
-def fits_one(facts: ModelFacts, memory: float) -> bool:
-    """Whether the rules train on one GPU of this many bytes: the backbone takes at most half of it."""
-    return facts.parameters * BYTES <= SHARE_OF_MEMORY * memory
-
-
-def _length_of_run(preset: Preset, batch_size: int) -> Tree:
-    if preset.tokens is not None:
-        return {"steps": _hundreds(PASSES * preset.tokens / BATCH_TOKENS)}
-    return {"epochs": PASSES} if preset.rows is None else {"steps": _hundreds(PASSES * preset.rows / batch_size)}
-
-
-def _hundreds(steps: float) -> int:
-    return max(100, round(steps / 100) * 100)
-
-
-def _assumed(facts: ModelFacts, preset: Preset, data: str | None) -> list[str]:
-    assumed = []
-    if data is None:
-        what = "it has a chat template" if facts.chat else "it has no chat template"
-        assumed.append(f"data: {preset.about}, because {what} (--data names yours)")
-    if facts.thinks:
-        assumed.append("rows of up to 4,096 tokens, since it is a reasoning model by its chat template")
-    return assumed
-
-
-def _assumed_on(machine: Machine, method: Method, facts: ModelFacts) -> list[str]:
-    changed = {} if machine.accelerator else values_on_cpu(method, facts)
-    if not changed:
-        return []
-    values = " and ".join(f"drafter.{key}={value}" for key, value in changed.items())
-    bound = "; drafts are accepted in at most the draft vocabulary's share of the answers" if VOCABULARY_KEY in changed else ""
-    cost = "tau was 2 % lower after as many tokens, measured once on the embedded model and not on this one"
-    return [f"{values}, since it is trained on a CPU: steps are shorter, and {cost}{bound}"]
-
-
-ORDER = ("backbone", "drafter", "features", "data", "regenerate", "objective", "train", "eval", "save")
-
-
-def ordered(tree: Tree) -> Tree:
-    """Return the sections in the order of docs/recipe.md, and the paths, kinds and lengths first in theirs."""
-    return {key: {name: tree[key][name] for name in sorted(tree[key], key=_rank)} for key in sorted(tree, key=ORDER.index)}
-
-
-def _rank(name: str) -> int:
-    first = ("path", "kind", "train", "dir", "steps", "epochs", "batch_size", "micro_batch", "lr")
-    return first.index(name) if name in first else len(first)
-
-
-def _own(facts: ModelFacts, method_name: str, method: Method, preset: Preset, machine: Machine) -> Tree:
-    values = own_values(method, facts)
-    values["backbone"] = {"path": facts.path}
-    if machine.accelerator:
-        values["backbone"]["dtype"] = values["train"]["precision"] = "bf16"
-    else:
-        values["drafter"] |= values_on_cpu(method, facts)
-    if preset.tokens is not None and facts.packable:
-        values["data"]["packing"] = True
-    if facts.refusal is not None or (_too_large(facts, machine) and not _takes_layers(method)):
-        values["features"] = {"endpoint": SERVER}
-    elif machine.processes > 1 and not method.trains_backbone and not fits_one(facts, machine.memory):
-        values["backbone"]["shard"] = True
-    values["train"] |= _length_of_run(preset, values["train"]["batch_size"])
-    values["train"]["micro_batch"] = _micro_batch(method, values["train"]["batch_size"], values["data"]["max_length"], machine.processes)
-    values["regenerate"] = {"temperature": 0.7, "max_new_tokens": values["data"]["max_length"] // 2}
-    values["save"] = {"dir": f"out/{facts.name}/{method_name}"}
-    return values
