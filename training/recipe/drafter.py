@@ -36,7 +36,7 @@ def split_drafter(drafter: Mapping[str, Any], where: str = "drafter") -> tuple[D
     return parse(DrafterOptions, options, where), {key: value for key, value in drafter.items() if key not in options}
 
 
-def require_arguments(drafter: Mapping[str, Any], where: str) -> DrafterOptions:
+def require_arguments(drafter: Mapping[str, Any], where: str) -> None:
     """Raise UserError unless ``kind`` names a drafter (one that ships, or a module of the user's own) and the rest are its arguments."""
     from headstart.heads.methods import find_drafter  # imports torch, which reading the other sections does without
 
@@ -47,7 +47,6 @@ def require_arguments(drafter: Mapping[str, Any], where: str) -> DrafterOptions:
     if VOCABULARY_KEY in arguments and VOCABULARY_KEY not in config.model_fields:
         raise UserError(f"{where}.{VOCABULARY_KEY}: {options.kind} drafts the backbone's whole vocabulary; leave it out")
     parse(config, arguments, where)
-    return options
 
 
 SHARED_KEYS = ("steps", "epochs", "batch_size", "micro_batch", "precision")
