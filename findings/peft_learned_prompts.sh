@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # generate of transformers 5.24.0 loses what PEFT 0.21.2 learned as a prefix, and reads a learned prompt otherwise, both without an error.
 #
-# transformers 5.24 hands its KV cache to models as "cache"; PEFT's prepare_inputs_for_generation puts the prefix in "past_key_values", and asks
-# that name whether the prompt has been read; a FutureWarning names both, of the prefix alone. PEFT's own forward is right. With transformers 5.23.0 generate is right too, for both.
+# transformers 5.24 hands its KV cache to models as "cache"; PEFT's prepare_inputs_for_generation puts the prefix in "past_key_values",
+# and asks that name whether the prompt has been read. Of the prefix a FutureWarning says which of both is ignored; of the prompt nothing
+# is said. PEFT's own forward is right, and with transformers 5.23.0 so is generate.
 #
 # Seen on 2026-11-28 with peft 0.21.2, torch 2.13.0, accelerate 1.15.0, tokenizers 0.23.3, Python 3.11, on a CPU in fp32:
 #   transformers 5.24.0
