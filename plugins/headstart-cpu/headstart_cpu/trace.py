@@ -1,5 +1,5 @@
 """Backend ``trace``: TorchScript on a CPU, with packed weights. For passes that are not compiled: where there is no C++ compiler, or
-nothing was compiled, and of kinds that have none (`passes.py`).
+nothing was compiled, and of kinds that are not compiled (`not_compilable`).
 
 A small model spends most of a forward pass in Python, launching some hundred operations; replaying them from a trace takes half the time.
 A trace works for new sizes without retracing. `torch.jit.trace` is not used: it keeps the graph of every trace, some MB of a model's

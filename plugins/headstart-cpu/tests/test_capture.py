@@ -16,7 +16,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.kv.rows import FixedMemory
-from headstart.inference.capture import capture as capture_module
+from headstart.inference.capture import captured as captured_module
 from headstart.inference.capture.backend import Call, Capture, Function
 from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.captured import PATIENCE, SHORT_PATIENCE, Captured
@@ -209,7 +209,7 @@ def test_moved_weights_are_captured_anew() -> None:
 def test_captures_and_shapes_of_a_function_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each constant among the arguments, such as a width, has captures of its own: a long-lived process would keep them all."""
     monkeypatch.setattr(Trace, "most_captures", 3)
-    monkeypatch.setattr(capture_module, "MOST_SHAPES", 4)
+    monkeypatch.setattr(captured_module, "MOST_SHAPES", 4)
     scale = Capturer("trace", torch.device("cpu")).capture(lambda held, x_N, factor: x_N * factor, "scale")
     for factor in (1.0, 2.0, 3.0, 1.0, 4.0, 1.0, 5.0, 2.0):
         for size in (3, 4, 5, 3, 4, 5):

@@ -152,7 +152,7 @@ def test_backends_are_chosen_by_name_or_refused_with_the_reason() -> None:
     for name, reason in (("always", "no capture backend 'always'; choose auto, trace"), ("cuda-graph", "the model is on cpu")):
         with pytest.raises(UserError, match=reason):
             Capturer(name, CPU)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="traces are for the CPU; the model is on meta"):
+    with pytest.raises(UserError, match="capture 'trace' is for the CPU; the model is on meta"):
         Capturer("trace", torch.device("meta"))
     on_meta = Capturer("auto", torch.device("meta")).report()
     assert on_meta == CaptureReport("off", "auto captures nothing on meta; choose a backend by name")
