@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "helpers")]
+sys.path[:0] = [*map(str, (Path(__file__).parent, Path(__file__).parents[1] / "helpers", Path(__file__).parents[2]))]
 
 from command_mistakes import command_lines  # noqa: E402
 from data_mistakes import data, prompts  # noqa: E402
@@ -77,9 +77,9 @@ def snapshot_names(folder: Path) -> list[str]:
 
 
 def report(word: str, every: int = 1, seconds: float = 20) -> None:
-    import conftest  # noqa: F401  (the environment of tests)
     from house import make_house
 
+    import conftest  # noqa: F401  (the environment of tests)
     import headstart.cli.loading  # noqa: E401, F401
 
     sys.stdout.reconfigure(errors="backslashreplace")

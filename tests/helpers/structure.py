@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -103,6 +104,15 @@ def counts(root: Path, folders: Sequence[str] = FOLDERS) -> dict[str, int]:
     files = sources(root, folders)
     lines = sum(len(path.read_text().splitlines()) for path in files)
     return {"files": len(files), "lines": lines, "lines of code": sum(map(lines_of_code, files))}
+
+
+def tests(root: Path) -> dict[str, int]:
+    """Lines of the tests, the plugin's and the oracles among them, and how often they replace something of the product."""
+    files = [*(root / "tests").rglob("*.py"), *(root / "plugins").glob("*/tests/*.py"), root / "conftest.py"]
+    texts = [path.read_text() for path in files]
+    replaced = [name for text in texts for name in re.findall(r"monkeypatch\.setattr\(\s*([^)]*)", text)]
+    private = sum(bool(re.search(r"""["'.]_[a-z]\w*["']""", name)) for name in replaced)
+    return {"lines": sum(len(text.splitlines()) for text in texts), "setattr": len(replaced), "setattr of a private name": private}
 
 
 def depths(root: Path) -> dict[str, int]:

@@ -4,10 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code
+from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, tests
 
 LIMITS = {"files": 293, "lines": 41_590, "lines of code": 29_330}  # 44,176 before headstart-cpu was a package of its own
 PLUGIN_LIMITS = {"files": 24, "lines": 2_721, "lines of code": 1_977}
+TEST_LIMITS = {"lines": 38_400, "setattr": 200, "setattr of a private name": 20}
 IMPORTED = 105
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 TEST_ENTRIES = 15
@@ -17,6 +18,11 @@ def test_the_size_of_the_product() -> None:
     for found, limits in ((counts(ROOT), LIMITS), (counts(ROOT, PLUGIN), PLUGIN_LIMITS)):
         over = {name: f"{count}, at most {limits[name]}" for name, count in found.items() if count > limits[name]}
         assert not over, f"the product has grown: {over}; take something away"
+
+
+def test_the_size_of_the_tests() -> None:
+    over = {name: f"{count}, at most {TEST_LIMITS[name]}" for name, count in tests(ROOT).items() if count > TEST_LIMITS[name]}
+    assert not over, f"the tests have grown: {over}; take something away"
 
 
 def test_what_generate_imports() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from command import Folder
-from conftest import write_rows
 from fetch import FILE
 from served import serving
 
 import headstart
+from conftest import write_rows
 
 KEPT = int(os.environ.get("ROUND_TRIP", "200"))
 ASKED = 2 * KEPT
