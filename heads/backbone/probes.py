@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -80,7 +80,7 @@ def find_dependence(backbone: Backbone) -> str | None:
     Plain layers of torch are not tried. Of others, as quantizations have them, one of each kind and size reads a token among copies of
     itself and, in the same place, among large inputs.
     """
-    tried = {}
+    tried: dict[tuple[type, type, str], tuple[str, Any]] = {}
     for name, module in backbone.model.named_modules():
         weight = module._parameters.get("weight")
         plain = type(module) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(module)
