@@ -5,8 +5,8 @@
 # same place, beside other tokens, has another result. With a threshold of 0 no column leaves, and rows are independent.
 #
 # Seen on 2026-11-28 with bitsandbytes 0.50.2, torch 2.13.0, Python 3.11, on a CPU:
-#   threshold 6.0: a row beside rows with values of 6 and more differs from the same row beside copies of itself: True
-#   threshold 0.0: a row beside rows with values of 6 and more differs from the same row beside copies of itself: False
+#   threshold 6.0: a row differs beside values of 6 and more from beside copies of itself: True
+#   threshold 0.0: a row differs beside values of 6 and more from beside copies of itself: False
 #
 # (The layer is in evaluation mode, as transformers has it.)
 #
@@ -33,6 +33,6 @@ for threshold in (6.0, 0.0):
     row, others = torch.randn(1, 64), 10 * torch.randn(7, 64)
     beside, alone = layer(torch.cat([row, others]))[0], layer(row.expand(8, -1))[0]
     found.append(not torch.equal(beside, alone))
-    print(f"threshold {threshold}: a row beside rows with values of 6 and more differs from the same row beside copies of itself: {found[-1]}")
+    print(f"threshold {threshold}: a row differs beside values of 6 and more from beside copies of itself: {found[-1]}")
 sys.exit(found != [True, False])
 PY
