@@ -75,6 +75,11 @@ DEPENDS = 1e-3
 """The share of a result's size that tokens beside it may change: in a pass of the same width 0 where each is computed by itself."""
 
 
+def _computes(weight: Tensor) -> bool:
+    """False for torch's own tensors without data, or of which each process has a part."""
+    return type(weight) in (Tensor, nn.Parameter) and not weight.is_meta or type(weight).__module__.partition(".")[0] != "torch"
+
+
 @torch.no_grad()
 def find_dependence(backbone: Backbone) -> str | None:
     """Return which linear layer computes a token otherwise beside other tokens, and what follows; None if none does.
@@ -86,16 +91,19 @@ def find_dependence(backbone: Backbone) -> str | None:
     for name, module in backbone.model.named_modules():
         weight = module._parameters.get("weight")
         plain = type(module) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(module)
-        if "in_features" in vars(module) and not plain:
+        if isinstance(vars(module).get("in_features"), int) and not plain and all(map(_computes, module.parameters())):
             tried.setdefault((type(module), type(weight), repr(module)), (name, module))
     for name, module in tried.values():
         noise_TD = torch.randn(ROWS, module.in_features, generator=torch.Generator().manual_seed(0))
         own_1D, among_TD = noise_TD[ROWS // 2 :][:1], LOUD * noise_TD
         among_TD[ROWS // 2] = own_1D
-        alone_D, again_D, beside_D = (
-            module(rows_TD.to(backbone.device, backbone.dtype)[None])[0, ROWS // 2].float()
-            for rows_TD in (own_1D.expand(ROWS, -1), own_1D.expand(ROWS, -1), among_TD)
-        )
+        given = [
+            rows_TD.to(backbone.device, backbone.dtype)[None] for rows_TD in (own_1D.expand(ROWS, -1), own_1D.expand(ROWS, -1), among_TD)
+        ]
+        found = [module(rows_1TD) for rows_1TD in given]
+        if not all(isinstance(one, Tensor) and one.shape[:2] == (1, ROWS) for one in found):  # a router gives its choice
+            continue
+        alone_D, again_D, beside_D = (one[0, ROWS // 2].float() for one in found)
         share = float((beside_D - alone_D).norm() / alone_D.norm())
         if not share <= max(DEPENDS, 3 * float((again_D - alone_D).norm() / alone_D.norm())):
             return (

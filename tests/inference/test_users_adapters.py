@@ -9,13 +9,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-from families import prompts, random_drafter, tiny
+from families import prompts, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 from users_model import state
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture.capture import BackendName
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
@@ -203,11 +202,3 @@ def test_adapters_of_several_kinds_in_one_model() -> None:
         wrapped.set_adapter(active)
         is_peft_s_own(wrapped, heads)
         is_peft_s_own(wrapped, headstart.load(None, backbone=wrapped, proposers="suffix", capture="off"))
-
-
-def test_assisted_decoding_judges_too() -> None:
-    model = tiny("llama")
-    heads = SpeculativeModel(Backbone(model), random_drafter("medusa", Backbone(model)), capture="off")
-    wrapped, row = adapted(model, switched_on()), {"input_ids": ROWS[:1], "max_new_tokens": 4}
-    with pytest.raises(UserError, match="switched on by tokens of the prompt"):
-        wrapped.generate(**row, custom_generate=headstart.assisted(heads))

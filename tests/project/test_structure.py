@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, tests
 
-LIMITS = {"files": 293, "lines": 41_590, "lines of code": 29_330}  # 44,176 before headstart-cpu was a package of its own
-PLUGIN_LIMITS = {"files": 24, "lines": 2_721, "lines of code": 1_977}
-TEST_LIMITS = {"lines": 38_400, "setattr": 200, "setattr of a private name": 20}
-IMPORTED = 105
+LIMITS = {"files": 276, "lines": 37_945, "lines of code": 26_640}
+PLUGIN_LIMITS = {"files": 24, "lines": 2_720, "lines of code": 1_976}
+TEST_LIMITS = {"lines": 38_480, "setattr": 194, "setattr of a private name": 8}
+"""Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took."""
+IMPORTED = 103
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 TEST_ENTRIES = 15
 

@@ -40,11 +40,16 @@ def recipe_schema() -> dict[str, Any]:
     definitions["OwnTrain"] = {**train, "properties": {k: v for k, v in train["properties"].items() if k not in SHARED_KEYS}}
     entry = _one_of("head")
     listed = {"type": "array", "items": entry}
-    schema["properties"]["drafter"] = {**_described(schema, "drafter"), **_one_of("drafter")}
+    kinds = [definitions[f"drafter-{kind}"] for kind in methods()]
+    differs: dict[str, Any] = {name: {} for kind in kinds for name in kind["properties"]} | {"kind": False}
+    part = {"type": "object", "title": "what differs from an extended file", "properties": differs, "additionalProperties": False}
+    one = [*_one_of("drafter")["oneOf"], part]
+    schema["properties"]["drafter"] = {**_described(schema, "drafter"), "oneOf": one}
     schema["properties"]["heads"] = {**_described(schema, "heads"), "anyOf": [listed, {"type": "object", "additionalProperties": entry}]}
     schema["properties"] = {EXTENDS: _EXTENDS, **schema["properties"]}
     required = schema.pop("required")
     inside = {key: {"required": definitions[key.capitalize()].pop("required")} for key in required}  # an extended file may have them
+    inside["drafter"] = {"required": ["kind"]}
     whole = [{"required": [*required, trained], "properties": inside} for trained in ("drafter", "heads")]
     return {"$schema": DIALECT, **schema, "title": "Headstart recipe", "anyOf": [*whole, {"required": [EXTENDS]}]}
 
