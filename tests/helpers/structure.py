@@ -106,7 +106,7 @@ def counts(root: Path, folders: Sequence[str] = FOLDERS) -> dict[str, int]:
     return {"files": len(files), "lines": lines, "lines of code": sum(map(lines_of_code, files))}
 
 
-def tests(root: Path) -> dict[str, int]:
+def size_of_tests(root: Path) -> dict[str, int]:
     """Lines of the tests, the plugin's and the oracles among them, and how often they replace something of the product."""
     files = [*(root / "tests").rglob("*.py"), *(root / "plugins").glob("*/tests/*.py"), root / "conftest.py"]
     texts = [path.read_text() for path in files]
