@@ -152,6 +152,7 @@ def test_a_process_goes_on_as_it_began_with_heads_and_without(
 ) -> None:
     """Another process may compile at any moment: here between two texts."""
     monkeypatch.setattr(store, "code", lambda: str(tmp_path))  # nothing is kept for it
+    store.compile_kernels()
     monkeypatch.setattr(workers, "compile_parts", lambda regions, say: len([store.compile_part(one) for one in regions]))
     on, rows = in_bf16(), left_padded(prompts([9]))
     heads, plain = (SpeculativeModel(on, drafter) for drafter in (random_drafter("eagle3", on), None))
