@@ -8,7 +8,7 @@ from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, siz
 
 LIMITS = {"files": 276, "lines": 37_945, "lines of code": 26_640}
 PLUGIN_LIMITS = {"files": 24, "lines": 2_720, "lines of code": 1_976}
-TEST_LIMITS = {"lines": 38_480, "setattr": 194, "setattr of a private name": 8}
+TEST_LIMITS = {"lines": 38_500, "setattr": 194, "setattr of a private name": 8}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took."""
 IMPORTED = 103
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
