@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 276, "lines": 37_945, "lines of code": 26_640}
+LIMITS = {"files": 276, "lines": 37_948, "lines of code": 26_643}
 PLUGIN_LIMITS = {"files": 24, "lines": 2_720, "lines of code": 1_976}
 TEST_LIMITS = {"lines": 38_500, "setattr": 194, "setattr of a private name": 8}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took."""

@@ -71,7 +71,7 @@ def test_what_is_not_read_of_others_is_one_line(changed: dict[str, torch.Tensor]
         dequantized(quantised_by_others(**stated), tensors)
 
 
-def test_heads_in_four_bits_are_imported(tmp_path: Path) -> None:
+def test_heads_in_four_bits_are_imported_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny("llama").save_pretrained(tmp_path / "backbone")
     random_drafter("eagle3", load_backbone(str(tmp_path / "backbone"))).save_pretrained(tmp_path / "heads")
     out = tmp_path / "out"
@@ -86,4 +86,7 @@ def test_heads_in_four_bits_are_imported(tmp_path: Path) -> None:
     assert main(["import", str(out), "--backbone", backbone, "--out", str(imported), "--max-new-tokens", "4"]) == 0
     assert "quantised weights became the fp32 weights" in (imported / "headstart.json").read_text()
     found = load_file(imported / "model.safetensors")
+    assert main(["verify", str(out)]) == 1
+    printed = capsys.readouterr().out
+    assert "the folder's weights are quantised (pack-quantized), which changes drafts by itself" in printed and "damaged" not in printed
     assert len(stands_for) == 7 and all(torch.allclose(found[name], weight) for name, weight in stands_for.items())

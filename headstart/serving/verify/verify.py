@@ -21,6 +21,7 @@ from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
 from headstart.inference.generate import SpeculativeModel
 from headstart.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files
 from headstart.serving.layouts.layout import recognise
+from headstart.serving.layouts.quantize import stated_format
 from headstart.serving.reading import build, original_of, read_exported, round_as_stored
 from headstart.serving.reference import agreement, reference
 from headstart.serving.verify.decode import headstart_drafts, near_tie
@@ -84,7 +85,9 @@ def verify(check: Check) -> Verdict:
         expected = check.stored if check.stored is not None else None if original is None else reference(original)
         verdict.reference = None if expected is None else agreement(drafter, expected)
         if verdict.reference is not None and not verdict.reference.whole and original is not None:
-            verdict.changes += differences(drafter, original)
+            how = stated_format(files.config)
+            quantised = [f"the folder's weights are quantised ({how}), which changes drafts by itself"]
+            verdict.changes += quantised if how is not None else differences(drafter, original)
     if check.engine != "reference":
         _against_engine(check, verdict, drafter)
     return verdict
