@@ -91,10 +91,12 @@ class Capturer:
         """
         kind, same_bits = None if unless is not None else self.backend, isinstance(of, Backbone) and of.exact
         backend = kind(of.model if isinstance(of, Backbone) else of, self.memory, same_bits) if kind is not None else None
-        captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
-        captured.loads_kernels, captured.functions = is_accelerator(self.device), self.functions
+        compiled = None
         if compilable is not None and unless is None and self.name in ("auto", "compile") and (brought := plugin(self.device.type)):
-            captured.compiled = brought.compiled(compilable, of, self.name, self.collect)
+            compiled = brought.compiled(compilable, of, self.name, self.collect)
+        fallback = unless if self.backend is not None else None
+        captured = Captured(function, name, backend, self.patience * calls_per_step, fallback, compiled)
+        captured.loads_kernels, captured.functions = is_accelerator(self.device), self.functions
         self.functions.append(captured)
         return captured
 

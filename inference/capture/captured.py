@@ -24,14 +24,15 @@ logger = logging.getLogger(__name__)
 class Captured:
     """``function(held, *inputs)`` -> a pytree of tensors; ``held`` and ``inputs`` are pytrees too."""
 
-    def __init__(self, function: Function, name: str, backend: Backend | None, patience: int, fallback: str | None) -> None:
-        self.function, self.name, self.backend, self._patience = function, name, backend, patience
+    def __init__(
+        self, function: Function, name: str, backend: Backend | None, patience: int, fallback: str | None, compiled: Compiled | None = None
+    ) -> None:
+        self.function, self.name, self.backend, self._patience, self.compiled = function, name, backend, patience, compiled
+        """``compiled`` takes the function's place where it has been compiled."""
         self.functions: list[Captured] = []
         """All functions of the capturer."""
         self.fallback = fallback
         """The reason why this function is not captured although a backend was chosen."""
-        self.compiled: Compiled | None = None
-        """Takes the function's place where it has been compiled."""
         self.last_compiled = False
         """True if the last call was made by compiled code."""
         self.loads_kernels = False
