@@ -23,6 +23,8 @@ GONE = {
     "--also-fixed-tree": "say --include-static-tree",
     "--draft-offload": "say --offload-draft-kv",
     "--draft-sink": "say --num-sink-tokens",
+    "--features": "the folder's drafts are compared with those that its export stored; leave it out",
+    "--quantize": "engines' own tools quantise heads, and headstart import reads those",
 }
 """Keys, commands and flags of earlier versions, and what takes their place."""
 

@@ -24,6 +24,11 @@ RECIPE = "recipes/quickstart/eagle3.yaml"
             "cache.teacher; it is gone: a cache holds the final hidden states",
         ),
         (["tune", "--heads", "heads"], "; it is gone: decoding times this machine in its first steps"),
+        (
+            ["export", "--heads", "heads", "--to", "vllm", "--out", "out", "--quantize", "int8"],
+            "; it is gone: engines' own tools quantise heads",
+        ),
+        (["verify", "served", "--features", "cache"], "; it is gone: the folder's drafts are compared with those that its export stored"),
         (["bench", "--prompts", "p.jsonl", "--draft-sink=3"], "arguments: --draft-sink=3; it is gone: say --num-sink-tokens"),
     ],
 )
