@@ -3,7 +3,7 @@
     [project.entry-points."headstart.capture"]
     cpu = "headstart_cpu.plugin:CPU"
 
-Without it everything decodes, and writes the same text.
+Without it everything decodes, with heads as without.
 """
 
 from __future__ import annotations
