@@ -8,6 +8,7 @@ from typing import Any
 from heads_entries import CHAIN
 from torch import Tensor
 
+from headstart.chat.prompts import Prompt
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.inference.bench.bench import Race
@@ -15,7 +16,6 @@ from headstart.inference.bench.systems import AR, HeadstartSystem, SystemResult
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
-from headstart.support.chat.prompts import Prompt
 from headstart.training.recipe.recipe import Recipe
 
 TEMPERATURES = (0.0, 1.0)

@@ -18,6 +18,7 @@ from typing import Any, get_args
 from program import options, run
 from torch import Tensor
 
+from headstart.chat.prompts import Prompter, read_prompts
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.inference.bench.logits import LogitsComparison, continued
 from headstart.inference.bench.systems import AR, HeadstartSystem
@@ -27,7 +28,6 @@ from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
 from headstart.inference.proposers.recycling import RecyclingProposer
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.support.chat.prompts import Prompter, read_prompts
 
 HEADS, N_GRAMS = "heads", "n-grams"
 

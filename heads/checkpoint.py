@@ -21,6 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.conversation import Chat
+from headstart.chat.template import ChatSettings, template_hash
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.fingerprint import VERSION, tokenizer_digest
@@ -30,8 +32,6 @@ from headstart.heads.base import Drafter
 from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files
 from headstart.heads.methods import built_in, construct_drafter, require_weights
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.template import ChatSettings, template_hash
 from headstart.support.errors import UserError, notice
 from headstart.support.files import atomic, file_hash, flush, settle, transaction
 from headstart.support.hub import find_folder, inside

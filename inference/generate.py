@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from headstart.chat.conversation import Chat
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.backbone.probes import require_same_model
@@ -37,7 +38,6 @@ from headstart.inference.runtime import Engine
 from headstart.inference.sources.forced import ForcedProposer
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
-from headstart.support.chat.conversation import Chat
 from headstart.support.devices import plain_arithmetic, without_autocast
 from headstart.support.errors import UserError, waiting
 

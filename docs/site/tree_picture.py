@@ -15,11 +15,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 import headstart
+from headstart.chat.prompts import Prompter, read_prompts
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.inference.engine.tree import TreeShape, VerifiedTree
 from headstart.inference.measure import Settings, continue_text
 from headstart.inference.show import label
-from headstart.support.chat.prompts import Prompter, read_prompts
 
 CHARACTER, PADDING, ROW, BOX, GAP = 8.0, 18, 34, 24, 28
 """Pixels: width of a character, space beside a text, height of a row and of a box, distance between levels."""

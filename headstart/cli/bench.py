@@ -23,11 +23,11 @@ from headstart.cli.arguments import (
 from headstart.support.errors import UserError, waiting
 
 if TYPE_CHECKING:
+    from headstart.chat.prompts import Prompt, Prompter
     from headstart.heads.backbone.backbone import Backbone
     from headstart.inference.bench.bench import Plan
     from headstart.inference.bench.systems import TransformersSystem
     from headstart.inference.generate import SpeculativeModel
-    from headstart.support.chat.prompts import Prompt, Prompter
 
 UNTRAINED = "untrained"
 """Name of a system without heads in reports."""
@@ -115,8 +115,8 @@ class Subject:
 
 def bench_subject(args: argparse.Namespace) -> Subject:
     """Load what the arguments of ``bench`` name."""
+    from headstart.chat.prompts import read_prompts
     from headstart.cli.loading import backbone_name, backbone_of, drafts_untrained, heads_of, prompter_of, quiet
-    from headstart.support.chat.prompts import read_prompts
 
     batches = args.batch_size or [1]
     if (args.prompt_lookup or args.assistant) and 1 not in batches:

@@ -13,11 +13,11 @@ from rich.console import Console
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from headstart.chat.prompts import Message, Prompter
 from headstart.heads.backbone.versions import CACHE
 from headstart.inference.engine.request import context_of
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text, said
-from headstart.support.chat.prompts import Message, Prompter
 from headstart.support.errors import UserError
 from headstart.support.text import TokenTextStream, not_utf8, visible
 

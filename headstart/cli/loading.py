@@ -10,6 +10,8 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
+from headstart.chat.prompts import Prompter, require_prompts
+from headstart.chat.template import ChatSettings
 from headstart.heads.backbone.adapter import find_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens, read_end_tokens, read_sizes
@@ -20,8 +22,6 @@ from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
 from headstart.inference.sources.proposer import Proposer
-from headstart.support.chat.prompts import Prompter, require_prompts
-from headstart.support.chat.template import ChatSettings
 from headstart.support.errors import UserError
 from headstart.support.json_text import parse_json
 from headstart.support.text import read_text, visible

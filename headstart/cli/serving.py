@@ -200,10 +200,10 @@ def verify(args: argparse.Namespace) -> int:
 
 def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Backbone, list[list[int]]]:
     """Return the backbone, for an engine whole and with prompts. Raises UserError, before it is loaded for what files show."""
+    from headstart.chat.prompts import require_prompts
     from headstart.heads.backbone.backbone import load_backbone
     from headstart.heads.checkpoint import require_sizes
     from headstart.serving.layouts.checkpoint import load_ends
-    from headstart.support.chat.prompts import require_prompts
     from headstart.support.errors import UserError
 
     for file in args.prompts or []:
@@ -224,9 +224,9 @@ def _prompts(args: argparse.Namespace, backbone: Backbone, heads: str | None) ->
     """Return the token ids of the prompts, cut to fit. Without files: some texts, or random tokens if there is no tokenizer."""
     import torch
 
+    from headstart.chat.prompts import Prompter, read_prompts
     from headstart.cli.loading import chat_settings_of
     from headstart.heads.backbone.backbone import load_tokenizer
-    from headstart.support.chat.prompts import Prompter, read_prompts
     from headstart.support.errors import UserError
 
     room = min(args.prompt_tokens, (backbone.max_positions or 1 << 31) - args.max_new_tokens - 16)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.chat.prompts import Prompter, read_prompts
+from headstart.chat.template import ChatSettings
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
@@ -22,8 +24,6 @@ from headstart.inference.measure import Settings, continue_texts, measure_tau
 from headstart.serving.layouts.files import PROVENANCE, Files, read_files, require_new
 from headstart.serving.layouts.layout import Counting, Heads
 from headstart.serving.reading import build, layout_of, require_fit, stored_dtype
-from headstart.support.chat.prompts import Prompter, read_prompts
-from headstart.support.chat.template import ChatSettings
 from headstart.support.devices import spread
 from headstart.support.errors import UserError
 from headstart.support.files import atomic

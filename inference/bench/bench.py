@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from headstart import __version__
+from headstart.chat.prompts import Prompt, Prompter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.judging import Judging
 from headstart.inference.bench.logits import compare_logits
@@ -35,7 +36,6 @@ from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally
 from headstart.inference.runtime import paused
-from headstart.support.chat.prompts import Prompt, Prompter
 from headstart.support.devices import dtype_name
 from headstart.support.terminal import watched
 

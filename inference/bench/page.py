@@ -9,10 +9,10 @@ from typing import Any
 from markupsafe import Markup
 from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.prompts import Prompt
 from headstart.inference.bench.judging import name
 from headstart.inference.bench.systems import AR_TRANSFORMERS, SystemResult
 from headstart.inference.bench.table import conclusions, header, notes, rows_at, settings_of, systems_table, tasks_table
-from headstart.support.chat.prompts import Prompt
 from headstart.support.page import Section, Series, charts, page
 from headstart.support.text import token_texts
 

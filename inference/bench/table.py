@@ -8,9 +8,9 @@ from typing import Any, TextIO
 from rich.console import RenderableType
 from rich.text import Text
 
+from headstart.chat.messages import shortened
 from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE, TITLES, name, sentence, setting
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS
-from headstart.support.chat.messages import shortened
 from headstart.support.terminal import Table, show
 
 Row = dict[str, Any]

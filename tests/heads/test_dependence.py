@@ -11,6 +11,7 @@ from neighbours import Apart, Columns, replaced
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from headstart.chat import prompts as chat_prompts
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.masks import attention_windows
 from headstart.inference.bench.bench import Plan, compare
@@ -20,7 +21,6 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
 from headstart.inference.stream import Prompt, Queue, stream
-from headstart.support.chat import prompts as chat_prompts
 from headstart.support.errors import UserError
 
 SHAPE = TreeShape(12, 3, 4)

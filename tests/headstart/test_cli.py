@@ -15,6 +15,7 @@ from chat_templates import CHATML, make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
+from headstart.chat.prompts import Prompter, read_prompts
 from headstart.cli import generate
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
@@ -22,7 +23,6 @@ from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import load
 from headstart.inference.measure import Settings, continue_text, measure_tau
-from headstart.support.chat.prompts import Prompter, read_prompts
 
 ROOT = Path(__file__).parents[2]
 ROW_KEYS = set(

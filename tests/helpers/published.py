@@ -12,7 +12,7 @@ import yaml
 from chat_templates import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from headstart.support.chat.messages import read_messages
+from headstart.chat.messages import read_messages
 from headstart.training.data.data import make_samples
 from headstart.training.recipe.recipe import Data
 

@@ -7,9 +7,9 @@ import functools
 from chat_templates import CHATML, make_tokenizer
 from families import build, random_drafter
 
+from headstart.chat.prompts import Prompter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
-from headstart.support.chat.prompts import Prompter
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 96}
 

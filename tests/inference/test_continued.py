@@ -12,6 +12,7 @@ from talker import talker
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, StaticCache
 
+from headstart.chat.prompts import Prompter
 from headstart.cli.conversation import Chat, Painter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.versions import CACHE
@@ -19,7 +20,6 @@ from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
-from headstart.support.chat.prompts import Prompter
 from headstart.support.errors import UserError
 
 HOW: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

@@ -14,11 +14,11 @@ from chat_run import MANY_ENDS, make_chat_model, make_chat_recipe, read_rows, wr
 from chat_templates import CHATML, QWEN3, make_tokenizer
 from server import Reply, said, serving
 
+from headstart.chat.conversation import Chat
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.stream import Ended, Prompt, Queue, Step
-from headstart.support.chat.conversation import Chat
 from headstart.support.errors import UserError
 from headstart.training.data.data import load_data, make_samples
 from headstart.training.recipe.recipe import Data, load_recipe

@@ -21,7 +21,7 @@ LAYERS = ("heads", "inference", "training")
 """Bottom up: a layer imports itself and the layers before it."""
 SERVING = ("heads", "inference", "serving")
 """What headstart/serving imports; no layer imports it."""
-FOLDERS = ("headstart/support", *LAYERS, "headstart/serving", "headstart/cli")
+FOLDERS = ("headstart/support", "headstart/chat", *LAYERS, "headstart/serving", "headstart/cli")
 PLUGIN = "plugins/headstart-cpu/headstart_cpu"
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40
@@ -49,7 +49,7 @@ PUBLIC = {
     "load_recipe",
     "load_tokenizer",
 }
-FACADE_FOR_ALL = {"__version__", "recipes", "support"}
+FACADE_FOR_ALL = {"__version__", "chat", "recipes", "support"}
 """Names any layer may take from `headstart` itself (recipes are data); other public names are imported from their own modules."""
 
 

@@ -18,12 +18,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import headstart
+from headstart.chat.prompts import Prompter
+from headstart.chat.template import ChatSettings, template_hash
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.serving.model_card import scrubbed
-from headstart.support.chat.prompts import Prompter
-from headstart.support.chat.template import ChatSettings, template_hash
 from headstart.support.errors import UserError
 
 

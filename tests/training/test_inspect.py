@@ -14,9 +14,9 @@ from families import VOCAB, backbone
 from small_run import make_recipe
 from transformers import LlamaConfig
 
+from headstart.chat.template import template_hash
 from headstart.cli.main import main
 from headstart.heads.methods import build_drafter
-from headstart.support.chat.template import template_hash
 from headstart.training.inspect.recipe import layer_name, norm_name
 from headstart.training.recipe.yaml_text import dump_yaml
 

@@ -14,10 +14,10 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from headstart.chat.conversation import Chat
+from headstart.chat.messages import Message, is_learned
+from headstart.chat.template import TemplateRefusal
 from headstart.inference.engine.processing import common_prefix
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import Message, is_learned
-from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
 from headstart.training.data.columns import Column

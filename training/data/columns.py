@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headstart.support.chat.messages import (
+from headstart.chat.messages import (
     ANSWERS,
     DETAILS,
     PROMPTS,

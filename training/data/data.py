@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import prompt_length
+from headstart.chat.conversation import Chat
+from headstart.chat.messages import prompt_length
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import Mix
 from headstart.training.data.check import Check, Source, compare

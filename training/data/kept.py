@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 import headstart
-from headstart.support.chat.template import Template
+from headstart.chat.template import Template
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, cache_folder, value_hash
 from headstart.training.data.batch_sampler import Mix

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headstart.support.chat.messages import without_fill
+from headstart.chat.messages import without_fill
 from headstart.support.errors import UserError, cause
 from headstart.support.files import as_path, file_hash, require_file, value_hash
 from headstart.support.hub import cut_off, reaching

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.support.chat.messages import shortened
+from headstart.chat.messages import shortened
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
 

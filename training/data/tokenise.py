@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from headstart.support.chat.conversation import Chat, Continuation
-from headstart.support.chat.template import ChatSettings, Template, TemplateRefusal
+from headstart.chat.conversation import Chat, Continuation
+from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
 from headstart.training.data.columns import BadRows, Column, find_column

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.template import template_hash
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.fingerprint import same_weights
-from headstart.support.chat.template import template_hash
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, value_hash, write_json

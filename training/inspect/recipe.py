@@ -20,9 +20,9 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.template import template_hash
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import read_end_tokens
-from headstart.support.chat.template import template_hash
 from headstart.support.errors import UserError
 from headstart.support.page import Section, page
 from headstart.support.terminal import labelled

@@ -19,11 +19,11 @@ from typing import Any
 
 import httpx2
 
+from headstart.chat.conversation import Chat
+from headstart.chat.messages import ASSISTANT, Message
+from headstart.chat.template import TemplateRefusal, template_hash
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import read_end_tokens
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import ASSISTANT, Message
-from headstart.support.chat.template import TemplateRefusal, template_hash
 from headstart.support.errors import UserError, one_line
 from headstart.support.json_text import parse_json, repaired
 from headstart.support.post import post

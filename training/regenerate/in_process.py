@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.chat.conversation import Chat
+from headstart.chat.template import TemplateRefusal, template_hash
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.checkpoint import require_sizes
@@ -25,8 +27,6 @@ from headstart.inference.measure import Settings, Tally
 from headstart.inference.proposers.recycling import RecyclingProposer
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.stream import Prompt, Queue, stream
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.template import TemplateRefusal, template_hash
 from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash
 from headstart.training.data.tokenise import chat_settings

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.support.chat.conversation import Trace
-from headstart.support.chat.messages import ASSISTANT, Message, is_learned, prompt_length
+from headstart.chat.conversation import Trace
+from headstart.chat.messages import ASSISTANT, Message, is_learned, prompt_length
 from headstart.support.files import value_hash
 from headstart.training.data.columns import find_column
 from headstart.training.data.rows import Row

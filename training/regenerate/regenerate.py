@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from headstart.chat.messages import shortened
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.support.chat.messages import shortened
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import FILE_SECONDS

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from headstart import __version__
+from headstart.chat.template import template_hash
 from headstart.heads.backbone.fingerprint import tokenizer_digest
 from headstart.heads.base import Drafter
-from headstart.support.chat.template import template_hash
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard, discard_unfinished, file_hash, flush, value_hash
 from headstart.support.json_text import flattened, parse_json

@@ -9,6 +9,7 @@ from families import DRAFTERS, backbone, build, prompts, random_drafter, tiny
 from talker import talker
 from transformers import GenerationConfig
 
+from headstart.chat.prompts import Prompt, Prompter
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench import bench, timing
@@ -22,7 +23,6 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.support.chat.prompts import Prompt, Prompter
 from headstart.support.errors import UserError
 
 TREE = TreeShape(8, 3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import Scripted, backbone, prompts
 
+from headstart.chat.prompts import Prompt
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.page import report_page
 from headstart.inference.bench.table import print_report
@@ -15,7 +16,6 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_texts
 from headstart.serving.verify.drafts import Round, Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
-from headstart.support.chat.prompts import Prompt
 
 DEPTH, NEW = 4, 15
 CHAIN = TreeShape(nodes=DEPTH + 1, width=1, depth=DEPTH)

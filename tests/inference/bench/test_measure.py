@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from headstart.chat.prompts import Prompt
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bench import Plan, compare
@@ -16,7 +17,6 @@ from headstart.inference.bench.table import print_report
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_text, measure_tau
-from headstart.support.chat.prompts import Prompt
 from headstart.support.errors import UserError
 
 PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]

@@ -11,13 +11,13 @@ from families import random_drafter
 from talker import talker
 from webpage import Reader
 
+from headstart.chat.prompts import Prompt
 from headstart.cli.main import main
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.compare import Comparison, comparison_page
 from headstart.inference.bench.page import report_page
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.support.chat.prompts import Prompt
 from headstart.support.page import Series, charts, page
 
 NASTY = "</pre><script>alert(1)</script> $x_1$ & \"'\x1b[31m 漢"

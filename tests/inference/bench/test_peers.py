@@ -15,11 +15,11 @@ import torch
 from gguf_models import chat_model, write_gguf
 from small_run import ROOT
 
+from headstart.chat.prompts import Prompter, read_prompts
 from headstart.cli.failures import Guard
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
 from headstart.inference.measure import Settings, continue_by_transformers
-from headstart.support.chat.prompts import Prompter, read_prompts
 
 TOKENS = 10
 VLLM = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
 
-from headstart.support.chat.prompts import Prompter, read_prompts
+from headstart.chat.prompts import Prompter, read_prompts
 from headstart.support.errors import UserError
 
 

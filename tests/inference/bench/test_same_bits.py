@@ -10,6 +10,7 @@ import torch
 from families import SIZES, VOCAB, backbone, build, prompts, random_drafter, say, shake, tiny
 from needs import needs_a_compiler
 
+from headstart.chat.prompts import Prompt
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
 from headstart.inference.bench import logits
@@ -21,7 +22,6 @@ from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
-from headstart.support.chat.prompts import Prompt
 from headstart.support.devices import bf16_instructions
 
 TREE = TreeShape(12, 4)

@@ -13,6 +13,7 @@ from corrupting import Change, a_logit, a_value, last_places, like_smollm2, regi
 from families import prompts, random_drafter
 from rich.console import Console
 
+from headstart.chat.prompts import Prompt
 from headstart.cli.main import main
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.judging import Entry, sentence
@@ -23,7 +24,6 @@ from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.judge import Judgement
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.support.chat.prompts import Prompt
 
 LENGTH = 16
 DTYPES = [torch.float32, torch.bfloat16]

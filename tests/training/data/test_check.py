@@ -12,9 +12,9 @@ from chat_templates import CHATML, OPENING, PLAIN, QWEN3, make_tokenizer
 from tokenizers import normalizers
 from webpage import Reader
 
+from headstart.chat import conversation
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.support.chat import conversation
 from headstart.support.errors import UserError
 from headstart.training.data.check import ROWS
 from headstart.training.data.data import load_data

@@ -10,7 +10,7 @@ import pytest
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
 from published import shapes
 
-from headstart.support.chat.messages import read_messages
+from headstart.chat.messages import read_messages
 from headstart.support.errors import UserError
 from headstart.training.data.columns import find_column, sound_rows
 from headstart.training.data.data import load_data, make_samples

@@ -3,7 +3,7 @@
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
 
-from headstart.support.chat.messages import read_messages
+from headstart.chat.messages import read_messages
 from headstart.support.errors import UserError
 from headstart.training.data.data import Sample, make_samples
 from headstart.training.recipe.recipe import Data

@@ -11,11 +11,11 @@ import pytest
 from chat_run import conversations, make_chat_model, make_chat_recipe, read_rows, write_rows
 from chat_templates import CHATML, make_tokenizer
 
+from headstart.chat.conversation import Chat
+from headstart.chat.template import ChatSettings
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.checkpoint import read_metadata
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.template import ChatSettings
 from headstart.training import setup
 from headstart.training.features import caching
 from headstart.training.regenerate import regenerate

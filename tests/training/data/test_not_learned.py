@@ -12,7 +12,7 @@ import pytest
 from chat_run import write_rows
 from chat_templates import CHATML, make_tokenizer
 
-from headstart.support.chat.messages import read_conversation
+from headstart.chat.messages import read_conversation
 from headstart.support.errors import UserError
 from headstart.training.data.data import load_data, make_samples
 from headstart.training.data.rows import read_rows

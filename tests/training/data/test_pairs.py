@@ -10,8 +10,8 @@ import pytest
 from chat_templates import CHATML, make_tokenizer
 from test_regenerate import ask, rows_of, talker, turns  # noqa: F401
 
+from headstart.chat.prompts import Prompter, read_prompts
 from headstart.cli.main import main
-from headstart.support.chat.prompts import Prompter, read_prompts
 from headstart.support.errors import UserError
 from headstart.training.data.columns import find_column, sound_rows
 from headstart.training.data.data import load_data, make_samples

@@ -10,7 +10,7 @@ from chat_templates import CHATML, TURNS, chat, make_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.support.chat.conversation import Chat, Pieces, tokenise
+from headstart.chat.conversation import Chat, Pieces, tokenise
 
 PARTS = ["<|im_start|>", "<|im_end|>", "<s>", "<s", " a b", "\n", "user", "\u00fcnder", "<|im", "four.", "  ", "x<|im_end|>x", "Added"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from published import ASKED, CALLS, SITUATIONS, Shape, decoded, refused, shapes, tally, tools_of, trained, wrong
 
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import read_messages
-from headstart.support.chat.template import ChatSettings, TemplateRefusal
+from headstart.chat.conversation import Chat
+from headstart.chat.messages import read_messages
+from headstart.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.training.data.check import Source, compare
 from headstart.training.data.columns import Column

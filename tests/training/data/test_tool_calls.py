@@ -9,8 +9,8 @@ import pytest
 from chat_templates import make_tokenizer
 from test_written import ASK, ASKED, ROLES, expect, maker
 
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import read_messages
+from headstart.chat.conversation import Chat
+from headstart.chat.messages import read_messages
 
 CALLS = """{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ' ' }}{{ c.function.arguments | tojson }}{{ '</call>' }}
 {%- endfor %}"""

@@ -9,8 +9,8 @@ from chat_templates import CHATML, GEMMA, LLAMA3, QWEN3, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.template import ChatSettings
+from headstart.chat.conversation import Chat
+from headstart.chat.template import ChatSettings
 
 IM = "<|im_start|> <|im_end|>"
 ROLES = "<|user|> <|assistant|> <|system|> <|tool|> <|end|>"

@@ -15,9 +15,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from headstart.support.chat.answer import Ending, Written, find_ending, written
-from headstart.support.chat.messages import Message, is_learned
-from headstart.support.chat.template import ChatSettings, Template, TemplateRefusal
+from headstart.chat.answer import Ending, Written, find_ending, written
+from headstart.chat.messages import Message, is_learned
+from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError
 
 
@@ -165,7 +165,7 @@ class Chat(Continuation):
         """Return the message that the model has written after these, from its tokens (see `read_answer`)."""
         ended = bool(answer) and answer[-1] in self.ending.ends
         body = self.text(answer[:-1] if ended else answer)
-        from headstart.support.chat.reading import read_answer  # here, since few calls need it
+        from headstart.chat.reading import read_answer  # here, since few calls need it
 
         return read_answer(self.template, messages, body, tools, self.text(answer)[len(body) :])
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.support.chat.messages import ASSISTANT, Message
-from headstart.support.chat.template import PROBE, Template, TemplateRefusal
+from headstart.chat.messages import ASSISTANT, Message
+from headstart.chat.template import PROBE, Template, TemplateRefusal
 
 MARK = "headstartanswer"
 """Stands for an answer, to see what a template writes around it."""

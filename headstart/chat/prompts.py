@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import ASSISTANT, PROMPTS, Message, prompt_length, read_conversation, read_pair
-from headstart.support.chat.template import ChatSettings, TemplateRefusal
+from headstart.chat.conversation import Chat
+from headstart.chat.messages import ASSISTANT, PROMPTS, Message, prompt_length, read_conversation, read_pair
+from headstart.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_file
 from headstart.support.hub import local_or_shipped

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from headstart.support.chat.answer import MARK, written
-from headstart.support.chat.messages import ASSISTANT, Message
-from headstart.support.chat.template import Template, TemplateRefusal
+from headstart.chat.answer import MARK, written
+from headstart.chat.messages import ASSISTANT, Message
+from headstart.chat.template import Template, TemplateRefusal
 
 THOUGHT, NAME, KEY, VALUE = "headstartthought", "headstartname", "headstartkey", "headstartvalue"
 MARKS = re.compile(rf'({THOUGHT}|{MARK}|{NAME}\d+x|\{{"{KEY}\d+x": 1\}}|{KEY}\d+[xy]|{VALUE}\d+[xy])')

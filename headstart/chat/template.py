@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headstart.support.chat.messages import Message
+from headstart.chat.messages import Message
 from headstart.support.errors import UserError, cause
 from headstart.support.files import value_hash
 
