@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 def width_of(backbone: Backbone) -> int:
     """Return the width of the model's layers. Raises UserError if embeddings or output layer have another (OPT-350m), or are not one."""
-    width, name = backbone.config.hidden_size, type(backbone.model).__name__
-    for part, module in (("embeddings", backbone.embed), ("an output layer", backbone.unembed)):
+    parts, name = {"embeddings": backbone.embed, "an output layer": backbone.unembed}, type(backbone.model).__name__
+    for part, module in parts.items():
         if module is None or isinstance(module, nn.ModuleList):
             raise UserError(f"{name} does not name {part} for text, or several; heads need a model with one, perhaps that within it")
+    width = backbone.config.hidden_size
+    for part, module in parts.items():
         if (own := module.weight.shape[-1]) != width:
             raise UserError(f"{name} has {part} of width {own} and layers of width {width}; heads need a model of one width")
     return int(width)

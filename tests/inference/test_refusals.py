@@ -141,9 +141,15 @@ def writes_sounds() -> transformers.PreTrainedModel:
     return transformers.MusicgenForCausalLM(transformers.MusicgenDecoderConfig(**sizes))
 
 
+def moves_a_robot() -> transformers.PreTrainedModel:
+    with torch.device("meta"):
+        return transformers.PI0ForConditionalGeneration(transformers.PI0Config())
+
+
 @pytest.mark.parametrize(
     "made, said",
     [
+        (moves_a_robot, "PI0ForConditionalGeneration does not name an output layer for text, or several; heads need a model with one"),
         (speaks_of_images, "NemotronH_Omni_Reasoning_V3 does not name an output layer for text, or several; heads need a model with one"),
         (writes_sounds, "MusicgenForCausalLM does not name embeddings for text, or several"),
         (needs_an_image, "Kosmos2ForConditionalGeneration does not read text alone .You have to specify either `pixel_values` or"),
