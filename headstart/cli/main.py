@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     with Guard(debug=DEBUG in words) as guard:
         require_arguments_text(words)
-        args = _parser(words).parse_args(words)
+        args = _parsed(words)
         for option in ("json", "html"):
             require_writable(f"--{option}", getattr(args, option, None))
         guard.status = args.command.run(args)
@@ -113,6 +113,17 @@ class _Parser(argparse.ArgumentParser):
         named = (word.strip("':(),").partition("=")[0] for word in message.split())
         said = "".join(f"; {one}" for one in dict.fromkeys(map(gone, named)) if one)
         self.exit(2, f"error: {one_line(message + said)} (see {self.prog} --help)\n")
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line; changes of a recipe may stand after options too, where argparse finds no positional arguments."""
+    parser = _parser(words)
+    args, rest = parser.parse_known_args(words)
+    if unknown := [word for word in rest if word.startswith("-") or "=" not in word or "overrides" not in args]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        args.overrides += rest
+    return args
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -119,3 +119,14 @@ def test_what_the_memory_cannot_hold_is_refused_before_anything_is_computed(reci
     assert asked
     with pytest.raises(pytest.fail.Exception, match="computed"):  # one sequence at a time fits
         say(on, {"input_ids": ids_BT}, tree=TreeShape(64, 4), max_new_tokens=4, batch_size=1)
+
+
+def test_changes_of_a_recipe_stand_before_options_or_after_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "recipes/quickstart/eagle3.yaml", "--json", str(tmp_path / "plan.json")]
+    for words in (["train.steps=0", *command[2:]], [*command[2:], "train.steps=0"]):
+        assert main([*command[:2], *words]) == 2
+        assert "train.steps" in capsys.readouterr().err
+    for unknown in ("--jsno", "x"):
+        with pytest.raises(SystemExit):
+            main([*command, unknown, "train.steps=1"])
+        assert f"error: unrecognized arguments: {unknown} (see" in capsys.readouterr().err
