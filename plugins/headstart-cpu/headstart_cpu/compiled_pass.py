@@ -11,9 +11,11 @@ the results must agree up to rounding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,8 +26,8 @@ from headstart.inference.capture.captured import warn_once
 from headstart.inference.capture.stopwatch import void_running
 from headstart.support.pytree import builder, flatten
 from headstart_cpu import store
-from headstart_cpu.loaded import Loaded
-from headstart_cpu.program import NotCompiled, Program, named_weights
+from headstart_cpu.layer import Layer
+from headstart_cpu.program import SPACE, NotCompiled, Program, named_weights
 from headstart_cpu.sizes import Inputs, Shape
 from headstart_cpu.weights import NoMemory, Weights
 from headstart_cpu.whole import Damaged
@@ -204,3 +206,25 @@ class _Variant:
         if not self.owner.agree(results, found):
             raise NotCompiled("what compiled layers compute differs from what the model does")
         return builder(structure)
+
+
+class Loaded:
+    """A program with its compiled layers and its weights."""
+
+    def __init__(self, program: Program, layers: Sequence[Layer], weights: Weights, held: Mapping[str, Tensor]) -> None:
+        """``held``: the modules' weights (`named_weights`); those that are packed are in ``weights``."""
+        self.program = program
+        held = {**held, **weights.of(program.packed, held)}
+        calls = ((layers[region], [held[name] for name in names]) for region, names in program.calls)
+        self._held = SimpleNamespace(**held, **{f"call_{number}": partial(_run, *call) for number, call in enumerate(calls)})
+        space = dict(SPACE)
+        exec(program.text, space)  # written by `traced`
+        self._forward: Any = space["forward"]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = self._forward(self._held, *tensors)
+        return found
+
+
+def _run(layer: Layer, weights: list[Tensor], inputs: list[Tensor]) -> Sequence[Tensor]:
+    return layer([*inputs, *weights])

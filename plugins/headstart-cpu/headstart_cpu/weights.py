@@ -16,8 +16,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from headstart.inference.capture.watch import version
 from headstart.support.text import gigabytes
-from headstart_cpu.packed import version
 from headstart_cpu.program import Packed, whole_blocks
 
 MEMORY_SHARE = 1 / 3

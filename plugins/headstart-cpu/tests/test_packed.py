@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from families import FAMILIES, backbone, left_padded, prompts, random_drafter, say, tiny
 from headstart_cpu import packed, trace
 from headstart_cpu.packed import fits_in_memory, multiply, pack
+from headstart_cpu.trace import ProductFunction
 from headstart_cpu.trace import trace as traced
-from headstart_cpu.traced_products import ProductFunction
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
