@@ -23,14 +23,18 @@ COMMENTS = ("//", "#", "/*", "*", "{#")
 OBSERVED = """
 import json, runpy, sys
 root, out, wanted, *arguments = sys.argv[1:]
-deepest = []
+deepest, ran = [], set()
 
 def own(frame):
     return frame.f_code.co_filename.startswith(root) and ".venv" not in frame.f_code.co_filename
 
 def watch(frame, event, argument):
     global deepest
-    if event != "call" or not frame.f_code.co_qualname.endswith(wanted) or not own(frame):
+    if event != "call" or not own(frame):
+        return
+    if not deepest and not frame.f_code.co_name.startswith("<"):
+        ran.add(frame.f_code.co_filename.removeprefix(root))
+    if not frame.f_code.co_qualname.endswith(wanted):
         return
     chain = []
     while frame is not None:
@@ -50,7 +54,7 @@ finally:
     sys.setprofile(None)
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     imported = sorted(file.removeprefix(root) for file in files if file.startswith(root) and ".venv" not in file)
-    open(out, "w").write(json.dumps({"chain": deepest, "imported": imported}))
+    open(out, "w").write(json.dumps({"chain": deepest, "imported": imported, "ran": sorted(ran)}))
 """
 
 
@@ -77,7 +81,8 @@ def lines_of_code(path: Path) -> int:
 
 
 def observe(root: Path, function: str, *arguments: str) -> dict[str, list[str]]:
-    """Runs a command: the deepest chain of calls that ends in a function of this name, and the project's files that were imported."""
+    """Runs a command: the deepest chain of calls that ends in a function of this name, the project's files that were imported, and those
+    of which functions ran until the first such call."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "observed.json"
         environment = {**os.environ, "PYTHONPATH": str(root), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -89,8 +94,8 @@ def observe(root: Path, function: str, *arguments: str) -> dict[str, list[str]]:
         return seen
 
 
-def generate(root: Path, function: str = "") -> dict[str, list[str]]:
-    rest = ["--max-new-tokens", "8", "--nodes", "6", "--capture", "off", "def read_config(path):"]
+def generate(root: Path, function: str = "", *flags: str) -> dict[str, list[str]]:
+    rest = ["--max-new-tokens", "8", *flags, "def read_config(path):"]
     return observe(root, function, "headstart.cli", "generate", "--heads", "embedded", *rest)
 
 
@@ -117,7 +122,7 @@ def size_of_tests(root: Path) -> dict[str, int]:
 
 def depths(root: Path) -> dict[str, int]:
     """Frames from a command's ``main``, and from ``SpeculativeModel.generate``, to a drafter's ``step``; from train_heads.py to a layer."""
-    step = generate(root, "Drafter.step")["chain"]
+    step = generate(root, "Drafter.step", "--nodes", "6", "--capture", "off")["chain"]
     inside = [frame.endswith(":SpeculativeModel.generate") for frame in step].index(True)
     layer = train(root, "DecoderLayer.forward_train")["chain"]
     return {"generate": len(step), "SpeculativeModel.generate": len(step) - inside, "train": len(layer)}
