@@ -72,6 +72,19 @@ def test_orthogonal_as_torchs_in_the_same_dtype(shape: tuple[int, int]) -> None:
     assert sizes.min() > 0.3 and sizes.max() < 1.3
 
 
+@pytest.mark.parametrize("shape", [(48, 128), (128, 48)])
+def test_orthogonal_by_the_gram_matrix_is_the_iteration(shape: tuple[int, int]) -> None:
+    """Also where most singular values are small."""
+    a, b, c = coefficients = (3.4445, -4.775, 2.0315)
+    small = torch.logspace(0, -4, shape[1], dtype=torch.float64)
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * small
+    expected = matrix / matrix.norm()
+    for _ in range(5):
+        gram = expected @ expected.T
+        expected = a * expected + (b * gram + c * gram @ gram) @ expected
+    assert (orthogonal(matrix.float(), coefficients, 5, 1e-7) - expected).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_saved_state_goes_on_bit_for_bit(optimizer: str) -> None:
     train = Train(steps=9, optimizer=optimizer, lr=1e-2)

@@ -115,13 +115,27 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrix (singular values 0.5 to 1.2) by Newton-Schulz iteration in the matrix's dtype."""
+    """Approximate the nearest semi-orthogonal matrix (singular values 0.5 to 1.2) by Newton-Schulz iteration in the matrix's dtype.
+
+    A step multiplies the matrix X by ``a I + b G + c G^2``, G = X X^T. Of a wide matrix in fp32 the steps are taken on G, which is smaller,
+    and X is multiplied once by the product of their factors; in 16 bits G would lose the small singular values.
+    """
     a, b, c = coefficients
     flat_MN = matrix_MN.T if matrix_MN.shape[0] > matrix_MN.shape[1] else matrix_MN
     flat_MN = flat_MN / flat_MN.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram_MM = flat_MN @ flat_MN.T
-        flat_MN = torch.addmm(flat_MN, torch.addmm(gram_MM, gram_MM, gram_MM, beta=b, alpha=c), flat_MN, beta=a)
+    if flat_MN.shape[0] < flat_MN.shape[1] and flat_MN.dtype == torch.float32:
+        gram_MM, product_MM = flat_MN @ flat_MN.T, torch.eye(len(flat_MN), device=flat_MN.device)
+        for step in range(steps):
+            factor_MM = torch.addmm(gram_MM, gram_MM, gram_MM, beta=b, alpha=c)
+            factor_MM.diagonal().add_(a)
+            product_MM = factor_MM @ product_MM if step else factor_MM
+            if step + 1 < steps:
+                gram_MM = factor_MM @ (gram_MM @ factor_MM)
+        flat_MN = product_MM @ flat_MN
+    else:
+        for _ in range(steps):
+            gram_MM = flat_MN @ flat_MN.T
+            flat_MN = torch.addmm(flat_MN, torch.addmm(gram_MM, gram_MM, gram_MM, beta=b, alpha=c), flat_MN, beta=a)
     return flat_MN.T if matrix_MN.shape[0] > matrix_MN.shape[1] else flat_MN
 
 
