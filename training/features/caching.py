@@ -19,8 +19,7 @@ from headstart.heads.methods import construct_drafter
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.text import gigabytes
-from headstart.training.data.data import load_data, require_vocabulary
-from headstart.training.data.first_rows import checked_tokenizer
+from headstart.training.data.data import checked_tokenizer, load_data, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.features.backbone import open_to_cache

@@ -23,8 +23,7 @@ from headstart.inference.engine.request import device_memory
 from headstart.support.errors import UserError, waiting
 from headstart.support.numeric_limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import load_data, require_vocabulary
-from headstart.training.data.first_rows import check_data
+from headstart.training.data.data import check_data, load_data, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS

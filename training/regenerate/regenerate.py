@@ -123,9 +123,9 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
     limits = [limit for limit in (data.limit, settings.limit) if limit is not None]
     rows = read_rows(data.name, split=data.split, subset=data.subset, limit=min(limits, default=None))
     rows, bad = sound_rows(rows, data, data.name, asked=True)
-    say_unread(bad.unread)
-    if bad.count:
-        print(f"data      {bad.count:,} bad rows left out ({bad.first})", file=sys.stderr)
+    say_unread(bad)
+    if bad.rows_bad:
+        print(f"data      {bad.rows_bad:,} bad rows left out ({bad.bad_row})", file=sys.stderr)
     items = read_items(rows * settings.samples, data, data.name, _templated(recipe))
     keeper = open_kept(recipe) if _caches(recipe) else None
     responder = _responder(recipe, keeper, compile_first)

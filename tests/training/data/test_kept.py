@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from forked import Forked
 from safetensors.torch import save_file
 from small_run import make_recipe
 
+import headstart
 from headstart.cli import failures
 from headstart.support.errors import UserError
 from headstart.training.data import data as data_module
@@ -126,7 +128,6 @@ def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path, monkey
     assert len(started) == 2 and not any(map(alive, started))
 
 
-@pytest.mark.slow  # ten seconds, until the loader is sure
 def test_a_killed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(part: range) -> int:
         if part.start == 9:
@@ -187,6 +188,11 @@ def test_files_of_patterns_folders_and_datasets_count_by_what_they_hold(
     assert not load("someone/corpus").kept and load("someone/corpus").kept
     table = table.select(range(15))
     assert not load("someone/corpus").kept
+
+
+def test_the_code_that_makes_tokens_is_part_of_their_name() -> None:
+    used = {Path(sys.modules[one].__file__ or "").parent for one in ("headstart.chat.conversation", tokenise.__name__)}
+    assert used <= {Path(headstart.__file__).parent / folder for folder in kept.CODE}
 
 
 def flipped(file: Path) -> None:
