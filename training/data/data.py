@@ -33,22 +33,18 @@ FIRST = 100
 
 def checked_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Load the backbone's tokenizer once `check_data` has passed. Raises UserError, also for conversations without a chat template."""
-    check_data(recipe.data)
+    columns = check_data(recipe.data)
     tokenizer = load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
-    check_data(recipe.data, tokenizer)
+    for column in columns:
+        reader_of(column, tokenizer, column.data)
     return tokenizer
 
 
-def check_data(data: Data, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Raise UserError for a file that is missing, empty, or cannot be read, for one without a known column, or, with the tokenizer, for
-    conversations without a chat template.
-    """
+def check_data(data: Data) -> list[Column]:
+    """Return the columns of the data's files. Raises UserError for a file that is missing, empty, or cannot be read, or without one."""
     held = [(data.eval, data)] if data.eval is not None and data.eval_rows else []
-    for name, settings in [*((one.name, one) for one in data.per_dataset()), *held]:
-        if names_file(name):
-            column = find_column(read_rows(name, limit=FIRST), settings, name)
-            if tokenizer is not None:
-                reader_of(column, tokenizer, settings)
+    named = [*((one.name, one) for one in data.per_dataset()), *held]
+    return [find_column(read_rows(name, limit=FIRST), settings, name) for name, settings in named if names_file(name)]
 
 
 def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, ends: Sequence[int] = (), progress: bool = True) -> Splits:
@@ -70,28 +66,29 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, e
 
 def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], progress: bool) -> Splits:
     datasets = data.per_dataset()
-    rows = [read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit) for one in datasets]
-    pairs = [sound_rows(part, one, one.name) for part, one in zip(rows, datasets, strict=True)]
-    rows, bad = [part for part, _ in pairs], [one for _, one in pairs]
-    held: list[list[Row]] = [[] for _ in datasets]
-    if data.eval is None and data.eval_rows:
-        rows, held = hold_out(rows, data.eval_rows, data.name)
-    how: dict[str, Any] = {"ends": ends, "progress": progress}
-    parts = [make_samples(part, tokenizer, one, source=one.name, **how) for part, one in zip(rows, datasets, strict=True)]
-    sources = [(part, one, one.name) for part, one in zip(held, datasets, strict=True) if part]
+    found = [sound_rows(read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit), one, one.name) for one in datasets]
+    rows, counts = [sound for sound, _ in found], [stats for _, stats in found]
+    held: list[tuple[list[Row], Data, str]] = []
     if data.eval is not None and data.eval_rows:
-        kept = read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
-        kept, more = sound_rows(kept, data, data.eval)
-        sources, bad = [(kept, data, data.eval)], [*bad, more]
+        named = read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
+        sound, stats = sound_rows(named, data, data.eval)
+        held, counts = [(sound, data, data.eval)], [*counts, stats]
+    elif data.eval_rows:
+        rows, out = hold_out(rows, data.eval_rows, data.name)
+        held = [(part, one, one.name) for part, one in zip(out, datasets, strict=True) if part]
+    train: list[list[Sample]] = []
+    for part, one in zip(rows, datasets, strict=True):
+        samples, stats = make_samples(part, tokenizer, one, source=one.name, ends=ends, progress=progress)
+        train, counts = [*train, samples], [*counts, stats]
     held_out: list[Sample] = []
-    for part, settings, name in sources:
-        uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings  # later pieces are not prompts
+    for part, one, name in held:
+        uncut = one.model_copy(update={"overlong": "truncate"}) if data.splits_long else one  # later pieces are not prompts
         held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends)[0]
-    stats = sum([*bad, *(part_stats for _, part_stats in parts)], Stats())
     check = sum((_check(part, tokenizer, one, ends) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
     check.require()
-    mix = _mix(data, [len(part) for part, _ in parts])
-    return Splits([sample for samples, _ in parts for sample in samples], held_out, stats, mix, check if check.answers else None)
+    whole = [sample for samples in train for sample in samples]
+    mix = _mix(data, [len(samples) for samples in train])
+    return Splits(whole, held_out, sum(counts, Stats()), mix, check if check.answers else None)
 
 
 def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Check:
