@@ -11,7 +11,6 @@ Shape suffixes: T positions, L layers, D width.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -154,11 +154,15 @@ class Servers:
         """Read and delete a file of hidden states, when the server has written it."""
         file, lock = inside(self.folder, name), inside(self.folder, f"{name}.lock")
         try:
-            _wait_for(lock, time.monotonic() + self.settings.timeout)
+            if lock.exists():  # not every connector locks
+                with FileLock(lock, self.settings.timeout, poll_interval=0.005):
+                    pass
             end = time.monotonic() + GRACE
             while not file.exists() and time.monotonic() < end:
                 time.sleep(0.01)
             content = file.read_bytes()  # not mapped, since it is deleted now
+        except Timeout:
+            raise Passing("holds the lock of a file that it does not write") from None
         except FileNotFoundError:
             self._count_missing(url)
             raise Passing("answered but wrote no file") from None
@@ -196,19 +200,3 @@ class Servers:
         self.stopped.set()
         self.client.close()
         self._sweep(STALE)
-
-
-def _wait_for(lock: Path, end: float) -> None:
-    """Wait until the server releases its lock. Raises Passing when it takes too long."""
-    try:
-        with lock.open() as held:
-            while True:
-                try:
-                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    return
-                except BlockingIOError:
-                    if time.monotonic() > end:
-                        raise Passing("holds the lock of a file that it does not write") from None
-                    time.sleep(0.005)
-    except FileNotFoundError:  # not every connector locks
-        return
