@@ -69,6 +69,7 @@ def free_cpus() -> int:
 
 
 def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says in one line that it was interrupted
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would wait for ever for a killed parent to send it work
     gc.freeze()  # a collection would write to, and so copy, all memory that is shared with the first process

@@ -76,7 +76,8 @@ def test_several_processes_make_what_one_makes(monkeypatch: pytest.MonkeyPatch) 
 def test_each_part_has_its_process_and_small_data_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(in_parts(lambda part: os.getpid(), 2 * tokenise.LEAST - 1, 2)) == {os.getpid()}
     in_children(monkeypatch)
-    assert len(set(in_parts(lambda part: os.getpid(), 40, 2)) - {os.getpid()}) == 2
+    assert len(set(in_parts(lambda part: (time.sleep(0.05), os.getpid())[1], 40, 2)) - {os.getpid()}) == 2
+    assert set(in_parts(lambda part: signal.getsignal(signal.SIGINT), 40, 2)) == {signal.SIG_IGN}, "an interrupt is the first one's alone"
     assert list(in_parts(lambda part: [*part], 11, 2)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]] and not list(in_parts(len, 0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(24))
     assert free_cpus() == 16
@@ -103,6 +104,7 @@ def test_a_fault_in_a_process_is_the_same_line(monkeypatch: pytest.MonkeyPatch) 
 def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def big(part: range) -> bytes:
         (tmp_path / str(os.getpid())).touch()
+        time.sleep(0.05)  # so that the other one has parts too
         return bytes(1 << 20)  # more than a pipe takes
 
     def alive(pid: str) -> bool:
