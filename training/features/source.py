@@ -76,7 +76,7 @@ class LiveFeatures(FeatureSource):
         if batch.packed:
             positions_BT = document_positions(batch.document_BT)
             attention_mask = document_masks(batch.document_BT, self.backbone.windows)
-        features = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, self.taps)
+        features = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, taps=self.taps)
         return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=batch.document_BT)
 
 
