@@ -24,8 +24,7 @@ from headstart.inference.engine.request import context_of
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import coverage_report, describe_coverage, label_counts, load_data, prompts, require_vocabulary
-from headstart.training.data.first_rows import checked_tokenizer
+from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, prompts, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import begun_at, now, prints_date
@@ -106,7 +105,7 @@ def prepare(recipe: Recipe) -> Run:
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     if state is None and not backbone.whole:
         drafters = _build_drafters(recipe, backbone, fresh=True)  # whose start values are computed from what the source has
-    counts = label_counts(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
+    counts = LabelCounts.of(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
     if state is None and counts is not None:
         choose_vocabularies(drafters, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
@@ -117,7 +116,7 @@ def prepare(recipe: Recipe) -> Run:
     for trainer in trainers:
         trainer.start = starts[trainer.name].provenance if trainer.name in starts else None
         if counts is not None and trainer.drafter.vocabulary is not None:
-            trainer.coverage = coverage_report(counts, trainer.drafter.vocabulary)
+            trainer.coverage = counts.coverage(trainer.drafter.vocabulary)
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process, state.progress.get("wandb") if state else None)
     eval_prompts = prompts(splits.eval, recipe.eval, context_of(backbone) or sys.maxsize)
     origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))

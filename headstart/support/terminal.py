@@ -77,7 +77,7 @@ def progress(what: str, unit: str, total: int | None, shown: bool = True) -> tqd
     terminal = sys.stderr.isatty()
     return tqdm(
         desc=what, unit=unit, total=total, unit_scale=unit == "token", disable=not shown, leave=not terminal, dynamic_ncols=terminal,
-        mininterval=0.1 if terminal else FILE_SECONDS,
+        mininterval=0.1 if terminal else FILE_SECONDS, miniters=0,
     )  # fmt: skip
 
 

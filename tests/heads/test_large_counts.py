@@ -21,7 +21,7 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import check_contract
 from headstart.heads.layers.start_values import probe
 from headstart.support.devices import spread
-from headstart.training.data.data import LabelCounts, coverage_report
+from headstart.training.data.data import LabelCounts
 from headstart.training.inspect.recipe import percentiles
 from headstart.training.loop import _sum_over_processes
 
@@ -96,7 +96,7 @@ def test_tokens_of_a_step_are_counted_exactly() -> None:
 
 def test_coverage_is_of_counts_beyond_fp32() -> None:
     counts_V = torch.tensor([2**40 - 2**10, 2**10])
-    assert coverage_report(LabelCounts(counts_V, None), torch.tensor([0]))["training"] == 1 - 2**-30
+    assert LabelCounts(counts_V, None).coverage(torch.tensor([0]))["training"] == 1 - 2**-30
 
 
 def test_percentiles_of_more_rows_than_torch_takes() -> None:

@@ -20,7 +20,6 @@ from headstart.support.errors import UserError
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import Batch, collate
 from headstart.training.features.codec import CacheFormat, concatenate, single_row
-from headstart.training.features.manifest import record_size
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens
@@ -76,8 +75,8 @@ def test_the_size_is_known_beforehand(store: str) -> None:
     live = LiveFeatures(on, form.taps)
     for sample in samples:
         kept = form.encode(live.read(collate([sample], [[0]])))
-        assert sum(tensor.numel() * tensor.element_size() for tensor in kept.values()) == record_size(sample, form)
-        header = len(save(kept)) - record_size(sample, form)
+        assert sum(tensor.numel() * tensor.element_size() for tensor in kept.values()) == form.size(len(sample.tokens))
+        header = len(save(kept)) - form.size(len(sample.tokens))
         assert 0 < header < 1100
 
 

@@ -11,9 +11,9 @@ import hashlib
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -113,12 +113,24 @@ class BatchSampler:
     @cached_property
     def rows(self) -> int:
         """Rows per epoch: the same for all epochs, but about the same where a mix is packed."""
-        return self._epochs.count
+        return len(self._epoch(0))
 
     @cached_property
-    def _epochs(self) -> _Epochs:
-        lengths = None if self.row_length is None else [len(sample.tokens) for sample in self.samples]
-        return _Epochs(len(self.samples), self.seed, lengths, self.row_length, self.mix)
+    def _epoch(self) -> Callable[[int], list[Row]]:
+        """The rows of an epoch, in order; those of two are kept, since a step may span both."""
+        return lru_cache(2)(self._make)
+
+    def _make(self, epoch: int) -> list[Row]:
+        indices = epoch_order(len(self.samples), epoch, self.seed) if self.mix is None else self.mix.order(epoch, self.seed)
+        if self.row_length is None:
+            return [[index] for index in indices]
+        rows = pack([len(sample.tokens) for sample in self.samples], indices, self.row_length)
+        return [rows[number] for number in epoch_order(len(rows), epoch, self.seed)]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Number of rows up to each epoch, as far as they are known; counted for a packed mix only, whose epochs differ in rows."""
+        return [0]
 
     def global_rows(self, step: int) -> list[Row]:
         """Return the rows of optimiser step ``step`` (from 1) over all processes."""
@@ -126,8 +138,13 @@ class BatchSampler:
         return [self._row(number) for number in range(start, start + self.train.batch_size)]
 
     def _row(self, number: int) -> Row:
-        epoch, within = self._epochs.find(number)
-        return self._epochs[epoch][within]
+        if self.mix is None or self.row_length is None:
+            epoch, within = divmod(number, self.rows)
+            return self._epoch(epoch)[within]
+        while self._ends[-1] <= number:
+            self._ends.append(self._ends[-1] + len(self._epoch(len(self._ends) - 1)))
+        epoch = bisect_right(self._ends, number) - 1
+        return self._epoch(epoch)[number - self._ends[epoch]]
 
     def local_rows(self, step: int) -> list[list[Row]]:
         """Return the rows of each micro-batch of this process; rows of similar length are grouped to reduce padding."""
@@ -154,43 +171,6 @@ class BatchSampler:
     def samples_hash(self) -> str:
         """Hash of all samples, in order, and of the mix; with the recipe it determines the data of each step."""
         return samples_hash(self.samples) + (f" mix {self.mix.digest}" if self.mix is not None else "")
-
-
-class _Epochs:
-    """The rows of each epoch, in order. The current and previous epochs are cached, since a step may span both."""
-
-    def __init__(self, samples: int, seed: int, lengths: list[int] | None, row_length: int | None, mix: Mix | None) -> None:
-        self.samples, self.seed, self.lengths, self.row_length, self.mix = samples, seed, lengths, row_length, mix
-        self.kept: dict[int, list[Row]] = {}
-        self.ends = [0]
-        """Number of rows up to each epoch, as far as they are known; counted for a packed mix only, whose epochs differ in rows."""
-
-    @cached_property
-    def count(self) -> int:
-        """Number of rows of the first epoch."""
-        return len(self[0])
-
-    def find(self, number: int) -> tuple[int, int]:
-        """Return the epoch of a row of the run, and its place there."""
-        if self.mix is None or self.lengths is None:
-            return divmod(number, self.count)
-        while self.ends[-1] <= number:
-            self.ends.append(self.ends[-1] + len(self[len(self.ends) - 1]))
-        epoch = bisect_right(self.ends, number) - 1
-        return epoch, number - self.ends[epoch]
-
-    def __getitem__(self, epoch: int) -> list[Row]:
-        if epoch not in self.kept:
-            self.kept = {number: rows for number, rows in self.kept.items() if number >= epoch - 1}
-            self.kept[epoch] = self._make(epoch)
-        return self.kept[epoch]
-
-    def _make(self, epoch: int) -> list[Row]:
-        indices = epoch_order(self.samples, epoch, self.seed) if self.mix is None else self.mix.order(epoch, self.seed)
-        if self.lengths is None or self.row_length is None:
-            return [[index] for index in indices]
-        rows = pack(self.lengths, indices, self.row_length)
-        return [rows[number] for number in epoch_order(len(rows), epoch, self.seed)]
 
 
 def samples_hash(samples: list[Sample]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -33,30 +34,8 @@ THINK = re.compile(r"</?think>")
 """Templates write blanks of their own around the tags of a thought."""
 AROUND = 4
 """Tokens shown before and after a difference."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the conversations are from."""
-
-    name: str
-    column: Column
-    """The column of the text."""
-    exact: bool
-    """Whether the rows' exact tokens are what is trained on."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A row to compare."""
-
-    where: str
-    messages: list[Message]
-    tools: object
-    samples: list[Sample]
-    """What is trained on, uncut."""
-    stored: list[Sample]
-    """The row's exact tokens; empty if it has none."""
+Samples = Sequence[tuple[list[int], list[bool]]]
+"""Tokens, and which of them are learned."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +70,8 @@ class Check:
     def __add__(self, other: Check) -> Check:
         """Both together."""
         stored = (self.stored or not self.answers) and (other.stored or not other.answers)
-        return Check(
-            self.answers + other.answers, self.same + other.same, stored, self.first or other.first, self.warning or other.warning
-        )  # fmt: skip
+        first, warning = self.first or other.first, self.warning or other.warning
+        return Check(self.answers + other.answers, self.same + other.same, stored, first, warning)
 
     def __str__(self) -> str:
         return f"{self.same:,} of {self.answers:,} answers are tokenised as they are written"
@@ -111,58 +89,49 @@ class Check:
             raise UserError(f"only {self} (of some of the rows). {self.first}")
 
 
-def compare(rows: Sequence[Row], source: Source, chat: Chat) -> Check:
-    """Compare some of a dataset's rows."""
-    check, warning = Check(0, 0, stored=True), chat.ending.warning
-    count = min(ROWS, len(rows))
+def compare(rows: Sequence[Row], name: str, column: Column, chat: Chat, exact: bool) -> Check:
+    """Compare some rows of the dataset ``name``. ``exact``: their exact tokens are what is trained on, and ``column`` is their text."""
+    check, count = Check(0, 0, stored=True), min(ROWS, len(rows))
     for number in (i * len(rows) // count for i in range(count)):
-        if rows[number].get(source.column.name) is None:
-            continue
-        try:
-            check += _compare(_conversation(rows[number], f"{source.name}, row {number + 1}", source, chat), source.exact, chat)
-        except TemplateRefusal:  # counted where samples are made
-            continue
-    return check + Check(0, 0, warning=warning if check.answers else "")
+        if rows[number].get(column.name) is not None:
+            with suppress(TemplateRefusal):  # counted where samples are made
+                check += _compare(rows[number], f"{name}, row {number + 1}", column, chat, exact)
+    return replace(check, warning=chat.ending.warning if check.answers else "")
 
 
-def _conversation(row: Row, where: str, source: Source, chat: Chat) -> Conversation:
-    messages, tools = source.column.messages(row, where)
+def _compare(row: Row, where: str, column: Column, chat: Chat, exact: bool) -> Check:
+    messages, tools = column.messages(row, where)
     stored = read_tokens(row, IDS, where, False) if row.get(IDS) is not None and has_mask(row) else []
-    samples = stored if source.exact else [Sample.of(*one) for one in chat.samples(messages, tools)]
-    return Conversation(where, messages, tools, samples, stored)
-
-
-def _compare(row: Conversation, exact: bool, chat: Chat) -> Check:
-    turns = [i for i, message in enumerate(row.messages) if i > 0 and is_learned(message)]
-    stored = [run for sample in row.stored for run in _runs(sample)]
-    differences = []
+    written = [run for sample in stored for run in _runs(sample)]
+    samples = [] if exact else chat.samples(messages, tools)
+    turns, differences = [i for i, message in enumerate(messages) if i > 0 and is_learned(message)], []
     for number, i in enumerate(turns):
-        where = f"{row.where}, turn {i}"
-        asked, written = stored[number] if number < len(stored) else ([], None)
-        said = _said(where, asked, written or [], row.messages[i], chat) if exact else _turn(where, row, i, chat, written)
-        differences.append(said)
-    return Check(len(turns), differences.count(None), bool(row.stored), next((one for one in differences if one is not None), None))
+        asked, answer = written[number] if number < len(written) else ([], None)
+        if exact:
+            differences.append(_said(f"{where}, turn {i}", asked, answer or [], messages[i], chat))
+        else:
+            differences.append(_turn(f"{where}, turn {i}", samples, messages[: i + 1], tools, chat, answer))
+    return Check(len(turns), differences.count(None), bool(stored), next((one for one in differences if one is not None), None))
 
 
-def _turn(where: str, row: Conversation, i: int, chat: Chat, written: list[int] | None) -> Difference | None:
-    """Compare a turn made from text; ``written``: its stored answer, if any."""
+def _turn(where: str, samples: Samples, messages: list[Message], tools: Any, chat: Chat, written: list[int] | None) -> Difference | None:
+    """Compare the last message as it is in the samples of its row; ``written``: its stored answer, if any."""
     asked = chat.tokenizer.apply_chat_template(
-        chat.template.plain(row.messages[:i], row.tools), tools=row.tools or chat.template.tools, add_generation_prompt=True,
-        return_dict=False, **chat.template.arguments(row.tools),
+        chat.template.plain(messages[:-1], tools), tools=tools or chat.template.tools, add_generation_prompt=True, return_dict=False,
+        **chat.template.arguments(tools),
     )  # fmt: skip
     length = len(asked)
-    sample = max(row.samples, key=lambda one: common_prefix(one.tokens.tolist(), asked))
-    tokens = sample.tokens.tolist()
+    tokens, labels = max(samples, key=lambda sample: common_prefix(sample[0], asked))
     if tokens[:length] != asked:
         return Difference(f"{where}, its prompt", tokens[:length], asked, "the prompt is not what apply_chat_template gives: report this")
-    labels = sample.loss_mask[length:].tolist()
-    answer = tokens[length:][: chat.ending.length(tokens[length:]) or (labels.index(False) if False in labels else None)]
+    rest, labels = tokens[length:], labels[length:]
+    answer = rest[: chat.ending.length(rest) or (labels.index(False) if False in labels else None)]
     if written is not None:
         cause = "the text does not say all that was written; train on the tokens (data.format=tokens)"
         return None if answer == written else Difference(where, answer, written, cause)
     again = chat.continued([chat.text(answer)])[0]
     difference = None if again == answer else Difference(where, answer, again, "the tokenizer does not give a text back as it was")
-    return _said(where, asked, answer, row.messages[i], chat) or difference
+    return _said(where, asked, answer, messages[-1], chat) or difference
 
 
 def _said(where: str, asked: list[int], answer: list[int], message: Message, chat: Chat) -> Difference | None:

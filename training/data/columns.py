@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from headstart.chat.messages import (
@@ -20,7 +20,7 @@ from headstart.chat.messages import (
 )
 from headstart.support.errors import UserError, notice
 from headstart.support.json_text import Row
-from headstart.training.data.sample import IDS, MASKS, PADDING, read_tokens
+from headstart.training.data.sample import IDS, MASKS, PADDING, Stats, read_tokens
 from headstart.training.recipe.sections import Data
 
 CONVERSATIONS = ("messages", "conversations")
@@ -94,17 +94,6 @@ class Column:
         return (columns - {*BESIDE, *about}).union(*(unread(message) for message in said))
 
 
-@dataclass(frozen=True)
-class BadRows:
-    """Rows that cannot be read and are left out, and fields of the others that nothing reads."""
-
-    count: int = 0
-    first: str = ""
-    """What is wrong with the first one."""
-    unread: str = ""
-    """The names of the fields."""
-
-
 def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = False) -> Column:
     """Return the column to train on, or two: if the recipe names none, the first of the usual ones that at least half of the rows have.
 
@@ -134,34 +123,33 @@ def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = Fals
     return Column(name, "pair" if paired else _kind(name, rows, data), data, "" if asked else answer)
 
 
-def sound_rows(rows: list[Row], data: Data, source: str, asked: bool = False) -> tuple[list[Row], BadRows]:
-    """Return the rows that can be read, and what is left out.
+def sound_rows(rows: list[Row], data: Data, source: str, asked: bool = False) -> tuple[list[Row], Stats]:
+    """Return the rows that can be read, with the counts of bad rows and unread fields.
 
     Raises UserError at the first bad row under ``data.on_bad_row=error``, or if 1 % of the rows or more are bad, and more than one of
     at least 20.
     """
-    column = find_column(rows, data, source, asked)
-    sound, bad, fields = [], BadRows(), set[str]()
+    column, sound, stats = find_column(rows, data, source, asked), [], Stats()
     for number, row in enumerate(rows, 1):
         try:
-            fields |= column.require(row, f"{source}, row {number}")
+            stats.unread.update(column.require(row, f"{source}, row {number}"))
         except UserError as error:
             if data.on_bad_row == "error":
                 raise
-            bad = BadRows(bad.count + 1, bad.first or str(error))
+            stats.rows_bad, stats.bad_row = stats.rows_bad + 1, stats.bad_row or str(error)
         else:
             sound.append(row)
-    if bad.count >= LEAST * len(rows) and bad.count > (len(rows) >= FEW):
+    if stats.rows_bad >= LEAST * len(rows) and stats.rows_bad > (len(rows) >= FEW):
         below = "below 1 % they are skipped" if len(rows) >= FEW else f"one of at least {FEW} is skipped"
-        many = f" ({bad.count:,} of {len(rows):,} rows are bad; {below})" if len(rows) > 1 else ""
-        raise UserError(f"{bad.first}{many}")
-    return sound, replace(bad, unread=", ".join(sorted(fields)))
+        many = f" ({stats.rows_bad:,} of {len(rows):,} rows are bad; {below})" if len(rows) > 1 else ""
+        raise UserError(f"{stats.bad_row}{many}")
+    return sound, stats
 
 
-def say_unread(unread: str) -> None:
+def say_unread(stats: Stats) -> None:
     """Name fields that nothing reads, if any: other trainers may obey one of them."""
-    if unread:
-        notice(f"rows have fields that are not read: {unread}")
+    if stats.unread:
+        notice(f"rows have fields that are not read: {', '.join(sorted(stats.unread))}")
 
 
 def _usual(counts: Mapping[str, int], asked: bool) -> list[tuple[str, str]]:

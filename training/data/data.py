@@ -16,15 +16,35 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.conversation import Chat
 from headstart.chat.messages import prompt_length
+from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import Mix
-from headstart.training.data.check import Check, Source, compare
+from headstart.training.data.check import Check, compare
 from headstart.training.data.columns import CONVERSATIONS, Column, find_column, say_unread, sound_rows
 from headstart.training.data.kept import Splits, keep_splits, read_splits, tokens_file
-from headstart.training.data.rows import Row, read_rows
-from headstart.training.data.sample import Sample
-from headstart.training.data.tokenise import Stats, chat_settings, make_samples
-from headstart.training.recipe.recipe import Data, Eval
+from headstart.training.data.rows import Row, names_file, read_rows
+from headstart.training.data.sample import Sample, Stats
+from headstart.training.data.tokenise import chat_settings, make_samples, reader_of
+from headstart.training.recipe.recipe import Data, Eval, Recipe
+
+FIRST = 100
+"""Rows of a file that are looked at before anything slow is loaded."""
+
+
+def checked_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Load the backbone's tokenizer once `check_data` has passed. Raises UserError, also for conversations without a chat template."""
+    columns = check_data(recipe.data)
+    tokenizer = load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
+    for column in columns:
+        reader_of(column, tokenizer, column.data)
+    return tokenizer
+
+
+def check_data(data: Data) -> list[Column]:
+    """Return the columns of the data's files. Raises UserError for a file that is missing, empty, or cannot be read, or without one."""
+    held = [(data.eval, data)] if data.eval is not None and data.eval_rows else []
+    named = [*((one.name, one) for one in data.per_dataset()), *held]
+    return [find_column(read_rows(name, limit=FIRST), settings, name) for name, settings in named if names_file(name)]
 
 
 def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, ends: Sequence[int] = (), progress: bool = True) -> Splits:
@@ -40,34 +60,35 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, e
         splits = _make_splits(data, tokenizer, ends, progress)
         if file is not None:
             keep_splits(file, splits)
-    say_unread(splits.stats.unread)
+    say_unread(splits.stats)
     return splits
 
 
 def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], progress: bool) -> Splits:
     datasets = data.per_dataset()
-    rows = [read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit) for one in datasets]
-    pairs = [sound_rows(part, one, one.name) for part, one in zip(rows, datasets, strict=True)]
-    rows, bad = [part for part, _ in pairs], [one for _, one in pairs]
-    held: list[list[Row]] = [[] for _ in datasets]
-    if data.eval is None and data.eval_rows:
-        rows, held = hold_out(rows, data.eval_rows, data.name)
-    how: dict[str, Any] = {"ends": ends, "progress": progress}
-    parts = [make_samples(part, tokenizer, one, source=one.name, **how) for part, one in zip(rows, datasets, strict=True)]
-    sources = [(part, one, one.name) for part, one in zip(held, datasets, strict=True) if part]
+    found = [sound_rows(read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit), one, one.name) for one in datasets]
+    rows, counts = [sound for sound, _ in found], [stats for _, stats in found]
+    held: list[tuple[list[Row], Data, str]] = []
     if data.eval is not None and data.eval_rows:
-        kept = read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
-        kept, more = sound_rows(kept, data, data.eval)
-        sources, bad = [(kept, data, data.eval)], [*bad, more]
+        named = read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
+        sound, stats = sound_rows(named, data, data.eval)
+        held, counts = [(sound, data, data.eval)], [*counts, stats]
+    elif data.eval_rows:
+        rows, out = hold_out(rows, data.eval_rows, data.name)
+        held = [(part, one, one.name) for part, one in zip(out, datasets, strict=True) if part]
+    train: list[list[Sample]] = []
+    for part, one in zip(rows, datasets, strict=True):
+        samples, stats = make_samples(part, tokenizer, one, source=one.name, ends=ends, progress=progress)
+        train, counts = [*train, samples], [*counts, stats]
     held_out: list[Sample] = []
-    for part, settings, name in sources:
-        uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings  # later pieces are not prompts
+    for part, one, name in held:
+        uncut = one.model_copy(update={"overlong": "truncate"}) if data.splits_long else one  # later pieces are not prompts
         held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends)[0]
-    stats = sum((part_stats for _, part_stats in parts), Stats.of(bad))
     check = sum((_check(part, tokenizer, one, ends) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
     check.require()
-    mix = _mix(data, [len(part) for part, _ in parts])
-    return Splits([sample for samples, _ in parts for sample in samples], held_out, stats, mix, check if check.answers else None)
+    whole = [sample for samples in train for sample in samples]
+    mix = _mix(data, [len(samples) for samples in train])
+    return Splits(whole, held_out, sum(counts, Stats()), mix, check if check.answers else None)
 
 
 def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Check:
@@ -79,7 +100,7 @@ def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, 
         column = Column(name, "chat" if name else "text", data.model_copy(update={"format": "auto"}))
     if column.kind == "text" or data.loss_on == "all" or not settings.template_of(tokenizer):
         return Check(0, 0, stored=True)
-    return compare(rows, Source(data.name, column, exact), Chat(tokenizer, settings))
+    return compare(rows, data.name, column, Chat(tokenizer, settings), exact)
 
 
 def _mix(data: Data, sizes: Sequence[int]) -> Mix | None:
@@ -146,6 +167,17 @@ class LabelCounts(NamedTuple):
     held_out_V: Tensor | None
     """None if nothing is held out."""
 
+    @classmethod
+    def of(cls, splits: Splits, vocab: int) -> LabelCounts:
+        """Count those of the training and the held-out data. Raises UserError as `count_labels` does."""
+        return cls(count_labels(splits.train, vocab), count_labels(splits.eval, vocab) if splits.eval else None)
+
+    def coverage(self, tokens_DV: Tensor) -> dict[str, Any]:
+        """Return the sizes and the share of label tokens covered, in training and held-out data (None if nothing is held out)."""
+        names, sides = ("training", "held_out"), (self.training_V, self.held_out_V)
+        shares = [None if side is None else int(side[tokens_DV.cpu()].sum()) / max(int(side.sum()), 1) for side in sides]
+        return {"size": len(tokens_DV), "vocab_size": len(self.training_V), **dict(zip(names, shares, strict=True))}
+
 
 def count_labels(samples: Sequence[Sample], vocab: int) -> Tensor:
     """Count each token among the label tokens (int64 ``[V]``). Raises UserError for a token outside the vocabulary."""
@@ -155,11 +187,6 @@ def count_labels(samples: Sequence[Sample], vocab: int) -> Tensor:
     return counts_V
 
 
-def label_counts(splits: Splits, vocab: int) -> LabelCounts:
-    """Count the label tokens of the training and the held-out data. Raises UserError as `count_labels` does."""
-    return LabelCounts(count_labels(splits.train, vocab), count_labels(splits.eval, vocab) if splits.eval else None)
-
-
 def most_frequent(counts_V: Tensor, size: int) -> Tensor:
     """Return the ``size`` most frequent tokens, ascending; ties go to the lower id. Raises UserError if there are not as many."""
     if not 1 <= size <= len(counts_V):
@@ -167,18 +194,7 @@ def most_frequent(counts_V: Tensor, size: int) -> Tensor:
     return counts_V.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def coverage_report(counts: LabelCounts, tokens_DV: Tensor) -> dict[str, Any]:
-    """Return the sizes and the share of label tokens covered, in training and held-out data (None if nothing is held out)."""
-    held_out = None if counts.held_out_V is None else _coverage(counts.held_out_V, tokens_DV)
-    training = _coverage(counts.training_V, tokens_DV)
-    return {"size": len(tokens_DV), "vocab_size": len(counts.training_V), "training": training, "held_out": held_out}
-
-
-def _coverage(counts_V: Tensor, tokens_DV: Tensor) -> float:
-    return int(counts_V[tokens_DV.cpu()].sum()) / max(int(counts_V.sum()), 1)
-
-
 def describe_coverage(report: dict[str, Any]) -> str:
-    """Describe a `coverage_report`: ``2,048 of 4,096 tokens, 96.1 % of the label tokens (held out 95.8 %)``."""
+    """Describe what `LabelCounts.coverage` returns: ``2,048 of 4,096 tokens, 96.1 % of the label tokens (held out 95.8 %)``."""
     held_out = "" if report["held_out"] is None else f" (held out {report['held_out']:.1%})"
     return f"{report['size']:,} of {report['vocab_size']:,} tokens, {report['training']:.1%} of the label tokens{held_out}"

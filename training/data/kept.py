@@ -12,21 +12,20 @@ import logging
 import os
 import pickle
 import zlib
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jinja2
-import numpy as np
 import tokenizers
+import torch
 import transformers
-from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import headstart
@@ -34,17 +33,19 @@ from headstart.chat.template import Template
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, cache_folder, value_hash
 from headstart.training.data.batch_sampler import Mix
-from headstart.training.data.check import Check, Difference
+from headstart.training.data.check import Check
 from headstart.training.data.rows import fingerprint
-from headstart.training.data.sample import Joined, Sample
-from headstart.training.data.tokenise import Stats, chat_settings
+from headstart.training.data.sample import Sample, Stats
+from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Data, to_dict
 
-FORMAT = 1
+FORMAT = 2
 MOST_BYTES, MOST_FILES = 10 << 30, 256
 DAY = 86400
-CODE = ("support", "training/data")
+CODE = ("chat", "support", "training/data")
 """Folders of the code that makes tokens."""
+ABOUT = TypeAdapter(tuple[Stats, Mix | None, Check | None])
+"""What a file holds beside the tokens."""
 logger = logging.getLogger(__name__)
 
 
@@ -90,46 +91,48 @@ def tokens_file(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[i
 def read_splits(file: Path) -> Splits | None:
     """Return the samples that a file holds; None if it is not there, damaged or something else."""
     try:
-        with safe_open(file, framework="numpy") as opened:
-            about = json.loads((opened.metadata() or {})["about"])
-            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
-        if about["format"] != FORMAT or about["name"] != file.stem or about["sum"] != _sum(arrays):
+        with safe_open(file, "pt") as opened:
+            found, about = (opened.metadata() or {})["about"].split(" ", 1)
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+        if found != _sum(file, about, tensors):
             return None
-        splits = _unpacked(about, arrays)
+        splits = Splits(_samples(tensors, "train"), _samples(tensors, "eval"), *ABOUT.validate_json(about), kept=True)
         os.utime(file)  # the one used last
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError):
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError):
         return None
     return splits
 
 
 def keep_splits(file: Path, splits: Splits) -> None:
     """Write the samples to a file, in one step. Where that is not possible they are made again at the next start."""
-    arrays = {f"{name}.{key}": array for name in ("train", "eval") for key, array in vars(Joined.of(getattr(splits, name))).items()}
-    about = {
-        "format": FORMAT, "name": file.stem, "sum": _sum(arrays), "stats": asdict(splits.stats) | {"roles": dict(splits.stats.roles)},
-        "mix": None if splits.mix is None else asdict(splits.mix), "check": None if splits.check is None else asdict(splits.check),
-    }  # fmt: skip
+    tensors = {f"{name}.{key}": one for name in ("train", "eval") for key, one in _joined(getattr(splits, name)).items()}
+    about = ABOUT.dump_json((splits.stats, splits.mix, splits.check)).decode()
     try:
         file.parent.mkdir(0o700, parents=True, exist_ok=True)  # the rows may be nobody else's business
         with atomic(file) as temporary:
-            save_file(arrays, temporary, {"about": json.dumps(about)})
+            save_file(tensors, temporary, {"about": f"{_sum(file, about, tensors)} {about}"})
         _remove_old(file)
     except (UserError, OSError, SafetensorError) as error:
         logger.info("tokens are not kept: %s", error)
 
 
-def _unpacked(about: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Splits:
-    train, held_out = (Joined(*(arrays[f"{name}.{key}"] for key in Joined.__annotations__)).samples() for name in ("train", "eval"))
-    stats, mix, check = about["stats"], about["mix"], about["check"]
-    if mix is not None:
-        mix = Mix(*(tuple(mix[key]) for key in ("names", "sizes", "weights")))
-    if check is not None:
-        check = Check(**check | {"first": None if check["first"] is None else Difference(**check["first"])})
-    return Splits(train, held_out, Stats(**stats | {"roles": Counter(stats["roles"])}), mix, check, kept=True)
+def _joined(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """One sample after another."""
+    tokens = torch.cat([torch.empty(0, dtype=torch.int64), *(sample.tokens for sample in samples)])
+    loss_mask = torch.cat([torch.empty(0, dtype=torch.bool), *(sample.loss_mask for sample in samples)])
+    lengths = torch.tensor([len(sample.tokens) for sample in samples], dtype=torch.int64)
+    return {"tokens": tokens.to(torch.int32), "loss_mask": loss_mask, "lengths": lengths}
 
 
-def _sum(arrays: dict[str, NDArray[Any]]) -> list[Any]:
-    return [[name, str(array.dtype), zlib.crc32(np.ascontiguousarray(array).data)] for name, array in sorted(arrays.items()) if array.size]
+def _samples(tensors: dict[str, Tensor], name: str) -> list[Sample]:
+    """The samples again, which share their memory. Raises RuntimeError if the lengths are not those of the tokens and the mask."""
+    tokens, loss_mask, lengths = (tensors[f"{name}.{key}"] for key in ("tokens", "loss_mask", "lengths"))
+    parts = [one.split(lengths.tolist()) if len(lengths) else () for one in (tokens.long(), loss_mask)]
+    return list(map(Sample, *parts))
+
+
+def _sum(file: Path, about: str, tensors: dict[str, Tensor]) -> str:
+    return value_hash([file.name, about, {name: [str(one.dtype), zlib.crc32(one.numpy().data)] for name, one in tensors.items()}])
 
 
 def _remove_old(newest: Path) -> None:

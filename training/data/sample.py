@@ -1,18 +1,17 @@
-"""Samples, and rows that hold them as exact tokens: ``input_ids`` with ``loss_mask`` or another of `MASKS`.
+"""Samples with their counts, and rows that hold them as exact tokens: ``input_ids`` with ``loss_mask`` or another of `MASKS`.
 
 Shape suffix: T positions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.chat.messages import shortened
@@ -39,30 +38,60 @@ class Sample:
         return cls(torch.tensor(tokens, dtype=torch.int64), torch.tensor(labels, dtype=torch.bool))
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Samples one after another, in little memory: to send and to store."""
+@dataclass
+class Stats:
+    """Counts of rows, samples and tokens, and of what was left out, cut or split."""
 
-    tokens: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    lengths: NDArray[np.int64]
-    """Number of tokens of each sample."""
+    rows: int = 0
+    samples: int = 0
+    tokens: int = 0
+    label_tokens: int = 0
+    rows_without_assistant: int = 0
+    """Without an assistant turn after another message."""
+    rows_refused: int = 0
+    """Which the chat template fails to render."""
+    refusal: str = ""
+    """The template's error for the first of them."""
+    rows_bad: int = 0
+    """Which cannot be read and are left out (``data.on_bad_row``)."""
+    bad_row: str = ""
+    """What is wrong with the first of them."""
+    rows_split: int = 0
+    """Which became one sample per turn because the template rewrites earlier turns."""
+    samples_truncated: int = 0
+    tokens_truncated: int = 0
+    samples_split: int = 0
+    """Samples cut into pieces under ``data.overlong=split``."""
+    pieces: int = 0
+    samples_too_long: int = 0
+    """Samples skipped under ``data.overlong=skip``."""
+    samples_empty: int = 0
+    """Samples dropped because they have too few tokens or no label tokens."""
+    roles: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
+    """Fields of rows that nothing reads."""
 
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Self:
-        lengths = np.array([len(sample.tokens) for sample in samples], np.int64)
-        if not samples:
-            return cls(np.empty(0, np.int32), np.empty(0, np.bool_), lengths)
-        tokens = torch.cat([sample.tokens for sample in samples]).to(torch.int32)
-        return cls(tokens.numpy(), torch.cat([sample.loss_mask for sample in samples]).numpy(), lengths)
+    def __add__(self, other: Stats) -> Stats:
+        """The counts of both; of texts the first."""
+        sums: dict[str, Any] = {}
+        for name, ours in vars(self).items():
+            theirs = vars(other)[name]
+            sums[name] = (ours or theirs) if isinstance(ours, str) else ours + theirs
+        return Stats(**sums)
 
-    def samples(self) -> list[Sample]:
-        """Return the samples, which share their memory. Raises RuntimeError if the lengths are not those of the tokens and the mask."""
-        lengths = self.lengths.tolist()
-        if not lengths:
-            return []
-        pairs = zip(torch.from_numpy(self.tokens).long().split(lengths), torch.from_numpy(self.loss_mask).split(lengths), strict=True)
-        return [Sample(tokens, loss_mask) for tokens, loss_mask in pairs]
+    def __str__(self) -> str:
+        totals = [f"{self.rows:,} rows", f"{self.samples:,} samples", f"{self.tokens:,} tokens", f"{self.label_tokens:,} label tokens"]
+        notes = {
+            f"bad rows left out ({self.bad_row})": self.rows_bad,
+            "rows without an assistant turn": self.rows_without_assistant,
+            f"rows refused by the chat template ({self.refusal})": self.rows_refused,
+            "rows split by turn": self.rows_split,
+            f"samples truncated ({self.tokens_truncated:,} tokens cut off)": self.samples_truncated,
+            f"samples cut into {self.pieces:,} pieces": self.samples_split,
+            "samples too long": self.samples_too_long,
+            "samples without label tokens": self.samples_empty,
+        }
+        return ", ".join(totals + [f"{count:,} {what}" for what, count in notes.items() if count])
 
 
 def whole(tokens: Sequence[int]) -> Sample:

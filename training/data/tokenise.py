@@ -10,16 +10,15 @@ import gc
 import os
 import signal
 import sys
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime
-from multiprocessing import current_process
+from multiprocessing import current_process, get_context
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from numpy.typing import NDArray
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -27,8 +26,8 @@ from headstart.chat.conversation import Chat, Continuation
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
-from headstart.training.data.columns import BadRows, Column, find_column
-from headstart.training.data.sample import IDS, Joined, Sample, read_tokens, whole
+from headstart.training.data.columns import Column, find_column
+from headstart.training.data.sample import IDS, Sample, Stats, read_tokens, whole
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
 
@@ -37,36 +36,29 @@ PR_SET_PDEATHSIG = 1
 """Of Linux: the signal that a process gets when its parent ends."""
 PART, LEAST, MOST = 128, 1024, 16
 """Items of a part; items for which another process pays; processes that are started unless more are asked for."""
+_work: list[Callable[[range], Any]] = []
+"""What the processes do: forks inherit it, so that it may be any function."""
 
 
 def in_parts(work: Callable[[range], T], items: int, processes: int | None = None) -> Iterator[T]:
     """Yield what ``work`` returns for one part of ``range(items)`` after another, in order.
 
     In this process where items are few, else in ``processes`` others, by default one for each CPU that is free. Those are forks, so
-    ``work`` may be any function; it must neither use an accelerator nor return tensors. Raises what ``work`` raises, and UserError if a
-    process is killed.
+    ``work`` must neither use an accelerator nor return tensors. Raises what ``work`` raises, and UserError if a process is killed.
     """
     parts = [range(first, min(first + PART, items)) for first in range(0, items, PART)]
     count = min(free_cpus() if processes is None else processes, items // LEAST)
     if count < 2 or sys.platform != "linux" or current_process().daemon:  # elsewhere a fork is not safe, and a daemon may have none
         yield from map(work, parts)
         return
-    settings: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is, "worker_init_fn": _begin, "multiprocessing_context": "fork"}
-    own = torch.Generator()  # the loader draws a seed, which would change the random numbers of the run
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*worker processes in total")
-        loader = iter(DataLoader(_Parts(work, parts), num_workers=count, generator=own, **settings))
+    _work[:] = [work]
     try:
-        for done in loader:
-            if isinstance(done, UserError):
-                raise done
-            yield done
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
+        with ProcessPoolExecutor(count, get_context("fork"), _begin) as pool:
+            yield from pool.map(_do, parts)
+    except BrokenProcessPool as error:
         raise UserError(f"a process that tokenises has ended ({cause(error)}); give it more memory, or set data.processes=1") from None
     finally:
-        del loader  # an error may hold this frame, and a later fork must not inherit the loader
+        _work.clear()
 
 
 def free_cpus() -> int:
@@ -76,28 +68,15 @@ def free_cpus() -> int:
     return max(1, min(usable - waiting, MOST))
 
 
-class _Parts(Dataset[T | UserError]):
-    def __init__(self, work: Callable[[range], T], parts: list[range]) -> None:
-        self.work, self.parts = work, parts
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, number: int) -> T | UserError:
-        try:
-            return self.work(self.parts[number])
-        except UserError as error:  # raised again in one line; the loader would add a traceback
-            return error
-
-
-def _as_it_is(item: T) -> T:
-    return item
-
-
-def _begin(_: int) -> None:
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says in one line that it was interrupted
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would wait for ever for a killed parent to read its results
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would wait for ever for a killed parent to send it work
     gc.freeze()  # a collection would write to, and so copy, all memory that is shared with the first process
+
+
+def _do(part: range) -> Any:
+    return _work[0](part)
 
 
 def now() -> str:
@@ -121,67 +100,6 @@ MIN_TOKENS = 4
 """Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
 
 
-@dataclass
-class Stats:
-    """Counts of rows, samples and tokens, and of what was dropped, truncated or split."""
-
-    rows: int = 0
-    samples: int = 0
-    tokens: int = 0
-    label_tokens: int = 0
-    rows_without_assistant: int = 0
-    """Rows without an assistant turn after another message."""
-    rows_refused: int = 0
-    """Rows that the chat template fails to render."""
-    refusal: str = ""
-    """The template's error for the first refused row."""
-    rows_bad: int = 0
-    """Rows that cannot be read and are left out (``data.on_bad_row``)."""
-    bad_row: str = ""
-    """What is wrong with the first of them."""
-    unread: str = ""
-    rows_split: int = 0
-    """Rows that became one sample per turn because the template rewrites earlier turns."""
-    samples_truncated: int = 0
-    tokens_truncated: int = 0
-    """Tokens lost by truncation."""
-    samples_split: int = 0
-    """Samples cut into pieces under ``data.overlong=split``."""
-    pieces: int = 0
-    """Number of pieces."""
-    samples_too_long: int = 0
-    """Samples skipped under ``data.overlong=skip``."""
-    samples_empty: int = 0
-    """Samples dropped because they have too few tokens or no label tokens."""
-    roles: Counter[str] = field(default_factory=Counter)
-
-    @classmethod
-    def of(cls, left_out: Sequence[BadRows]) -> Stats:
-        """The counts of what no samples are made of."""
-        first, unread = next((one.first for one in left_out if one.first), ""), {one.unread: 0 for one in left_out if one.unread}
-        return cls(rows_bad=sum(one.count for one in left_out), bad_row=first, unread=", ".join(unread))
-
-    def __add__(self, other: Stats) -> Stats:
-        """The counts of both; of texts the first."""
-        pairs: dict[str, tuple[Any, Any]] = {key.name: (getattr(self, key.name), getattr(other, key.name)) for key in fields(Stats)}
-        sums: dict[str, Any] = {name: (one or two) if isinstance(one, str) else one + two for name, (one, two) in pairs.items()}
-        return Stats(**sums)
-
-    def __str__(self) -> str:
-        totals = [f"{self.rows:,} rows", f"{self.samples:,} samples", f"{self.tokens:,} tokens", f"{self.label_tokens:,} label tokens"]
-        notes = {
-            f"bad rows left out ({self.bad_row})": self.rows_bad,
-            "rows without an assistant turn": self.rows_without_assistant,
-            f"rows refused by the chat template ({self.refusal})": self.rows_refused,
-            "rows split by turn": self.rows_split,
-            f"samples truncated ({self.tokens_truncated:,} tokens cut off)": self.samples_truncated,
-            f"samples cut into {self.pieces:,} pieces": self.samples_split,
-            "samples too long": self.samples_too_long,
-            "samples without label tokens": self.samples_empty,
-        }
-        return ", ".join(totals + [f"{count:,} {what}" for what, count in notes.items() if count])
-
-
 def chat_settings(data: Data, ends: Sequence[int] = ()) -> ChatSettings:
     """Return how a recipe's conversations become tokens. ``ends``: the tokens at which the backbone's decoding stops."""
     return ChatSettings(data.chat_template, data.template_kwargs, tuple(ends), data.template_time)
@@ -202,14 +120,14 @@ def make_samples(
     """Make the samples of all rows, in order, with counts. Raises UserError if no label tokens remain."""
     read = reader_of(find_column(rows, data, source), tokenizer, data, ends)
 
-    def make(part: range) -> tuple[Joined, Stats]:
+    def make(part: range) -> tuple[list[list[NDArray[Any]]], Stats]:
         found, stats = _make(rows, part, read, data, source)
-        return Joined.of(found), stats
+        return [[sample.tokens.numpy(), sample.loss_mask.numpy()] for sample in found], stats
 
     samples, stats = [], Stats()
     with tqdm(total=len(rows), desc="tokenising", unit="row", disable=not progress) as bar:
-        for joined, counts in in_parts(make, len(rows), data.processes):
-            samples += joined.samples()
+        for found, counts in in_parts(make, len(rows), data.processes):
+            samples += [Sample(*map(torch.from_numpy, arrays)) for arrays in found]
             stats += counts
             bar.update(counts.rows)
     if not samples:

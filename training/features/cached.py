@@ -22,15 +22,7 @@ from headstart.support.pytree import map_tensors
 from headstart.training.data.packing import Batch
 from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CacheFormat, concatenate
-from headstart.training.features.manifest import (
-    MANIFEST,
-    Manifest,
-    ShardReader,
-    contents_of,
-    format_of,
-    format_on_disk,
-    read_manifest,
-)  # fmt: skip
+from headstart.training.features.manifest import MANIFEST, Manifest, ShardReader, contents_of, format_of, read_manifest
 from headstart.training.features.served import ServedFeatures
 from headstart.training.features.source import FeatureSource, LiveFeatures, taps_of
 from headstart.training.features.supplement import FILE as SUPPLEMENT
@@ -96,7 +88,7 @@ def open_source(
     if manifest is None:
         raise UserError(f"no features in {folder}: found no {MANIFEST}; run headstart cache with this recipe, or set cache.dir=null")
     manifest.require(contents_of(samples, form, backbone, tokenizer, recipe.data))
-    cached = CachedFeatures(manifest, format_on_disk(form, manifest), taps, backbone)
+    cached = CachedFeatures(manifest, replace(form, taps=manifest.taps), taps, backbone)
     _read_by(backbone, cached)
     return cached, f"{folder}: {len(manifest.shards)} shards, {cache.dtype}"
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,24 +19,14 @@ from headstart.heads.methods import construct_drafter
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.text import gigabytes
-from headstart.training.data.data import load_data, require_vocabulary
-from headstart.training.data.first_rows import checked_tokenizer
+from headstart.training.data.data import checked_tokenizer, load_data, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.features.backbone import open_to_cache
 from headstart.training.features.cached import computed
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.kept import FOLDER, KeptFeatures
-from headstart.training.features.manifest import (
-    Manifest,
-    cached_time,
-    contents_of,
-    format_of,
-    format_on_disk,
-    plan_shards,
-    read_manifest,
-    record_size,
-)  # fmt: skip
+from headstart.training.features.manifest import Manifest, cached_time, contents_of, format_of, plan_shards, read_manifest
 from headstart.training.features.source import FeatureSource, taps_of
 from headstart.training.features.writer import bytes_missing, free_bytes, measured_errors, write_missing
 from headstart.training.recipe.drafter import split_drafter
@@ -107,7 +97,7 @@ def _plan(recipe: Recipe) -> PlannedCache:
     if manifest is None:
         manifest = Manifest(folder, contents, plan_shards(splits.train, form, cache.shard_mb))
     manifest.require(contents)
-    return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone)
+    return PlannedCache(manifest, replace(form, taps=manifest.taps), splits, backbone)
 
 
 def open_kept(recipe: Recipe) -> KeptFeatures:
@@ -127,7 +117,7 @@ def _build(recipe: Recipe, backbone: Backbone) -> Drafter:
 def _print_sizes(planned: PlannedCache) -> dict[str, Any]:
     """Print what will be written and where; returns it for the report."""
     manifest, form, samples, tokens = planned.manifest, planned.form, planned.splits.train, planned.splits.stats.tokens
-    total, missing = sum(record_size(sample, form) for sample in samples), bytes_missing(manifest, form, samples)
+    total, missing = sum(form.size(len(sample.tokens)) for sample in samples), bytes_missing(manifest, form, samples)
     free, shards = free_bytes(manifest.folder), len(manifest.shards)
     taps = f"taps {', '.join(map(str, form.taps))} and " if form.taps else ""
     print(

@@ -103,11 +103,6 @@ def single_row(features: Features, row: int, length: int) -> Features:
     return map_tensors(lambda x: x[row : row + 1, :length], features)
 
 
-def label_positions(loss_mask_T: Tensor) -> Tensor:
-    """Return the positions of a sample whose next token is a label; the teacher's distribution is needed there."""
-    return loss_mask_T[1:].nonzero().flatten()
-
-
 def concatenate(records: Sequence[Record]) -> Record:
     """Concatenate the records of several samples."""
     return {name: torch.cat([record[name] for record in records]) for name in records[0]}

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from headstart.training.recipe.recipe import Cache, Data, to_dict
 
 FORMAT = 3
 MANIFEST = "manifest.json"
+MAX_OPEN = 64
+"""Shards that a reader holds open."""
 SAMPLE_KEYS = (
     "train", "split", "subset", "limit", "eval", "eval_split", "eval_rows", "format", "column", "columns", "max_length", "packing",
     "overlong", "loss_on", "template_kwargs", "template_time",
@@ -99,6 +101,11 @@ class Manifest:
     def id(self) -> str:
         return value_hash([FORMAT, self.contents, self.shards])
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Those that are stored, which may be more than a recipe asks for."""
+        return tuple(self.contents["features"]["taps"])
+
     def shard(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}-of-{len(self.shards):05d}.safetensors"
 
@@ -147,29 +154,19 @@ def plan_shards(samples: Sequence[Sample], form: CacheFormat, shard_mb: int) -> 
     """Divide the samples into shards; each ends with the sample that reaches ``shard_mb``."""
     shards, first, size = [], 0, 0
     for i, sample in enumerate(samples):
-        size += record_size(sample, form)
+        size += form.size(len(sample.tokens))
         if size >= shard_mb * 2**20 or i + 1 == len(samples):
             shards.append((first, i + 1))
             first, size = i + 1, 0
     return tuple(shards)
 
 
-def record_size(sample: Sample, form: CacheFormat) -> int:
-    """Return the bytes of a sample's features."""
-    return form.size(len(sample.tokens))
-
-
 class ShardReader:
     """Reads samples of a complete cache. The constructor raises UserError if a shard is missing, damaged or of another cache."""
-
-    MAX_OPEN = 64
-    """Maximum number of open files."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.ends = [end for _, end in manifest.shards]
-        self.files: dict[int, tuple[Any, list[int]]] = {}
-        """Shard number -> open file and the start of each sample's positions; least recently used first."""
         if missing := manifest.missing():
             names = f"{manifest.shard(missing[0]).name}{', ...' if len(missing) > 1 else ''}"
             raise UserError(
@@ -178,6 +175,7 @@ class ShardReader:
             )
         for number in range(len(self.ends)):
             open_shard(manifest, number)
+        self._open = lru_cache(MAX_OPEN)(self._opened)
 
     def sample(self, index: int) -> Record:
         """Return the record of one sample, on the CPU."""
@@ -189,15 +187,10 @@ class ShardReader:
             for name in file.keys()  # noqa: SIM118  (not a mapping)
         }
 
-    def _open(self, number: int) -> tuple[Any, list[int]]:
-        if number in self.files:
-            self.files[number] = self.files.pop(number)
-        else:
-            file = open_shard(self.manifest, number)
-            self.files[number] = (file, [0, *file.get_tensor("tokens").cumsum(0).tolist()])
-            if len(self.files) > self.MAX_OPEN:
-                del self.files[next(iter(self.files))]
-        return self.files[number]
+    def _opened(self, number: int) -> tuple[Any, list[int]]:
+        """Return an open file, and the start of each sample's positions."""
+        file = open_shard(self.manifest, number)
+        return file, [0, *file.get_tensor("tokens").cumsum(0).tolist()]
 
 
 def _range(name: str, i: int, starts: list[int]) -> tuple[int, int]:
@@ -233,8 +226,3 @@ def save_tensors(tensors: Record, path: Path, header: dict[str, str]) -> None:
 def format_of(cache: Cache, backbone: Backbone, taps: tuple[int, ...]) -> CacheFormat:
     """Return the cache format of a recipe, for drafters that use ``taps``."""
     return CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.dtype, cache.dtype)
-
-
-def format_on_disk(form: CacheFormat, manifest: Manifest) -> CacheFormat:
-    """Return the format of an existing cache, which may have more taps than requested."""
-    return replace(form, taps=tuple(manifest.contents["features"]["taps"]))

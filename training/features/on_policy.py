@@ -14,7 +14,6 @@ from transformers import DynamicCache
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
 from headstart.training.features.source import FeatureSource, LiveFeatures
@@ -33,12 +32,8 @@ class LiveWithCache(LiveFeatures):
     """The live backbone; its KV cache is kept with the features."""
 
     def read(self, batch: Batch) -> FeaturesWithCache:
-        cache, document_BT = DynamicCache(), batch.document_BT  # without a configuration, so that sliding layers keep all keys
-        positions_BT, attention_mask = None, None
-        if batch.packed:
-            positions_BT, attention_mask = document_positions(document_BT), document_masks(document_BT, self.backbone.windows)
-        read = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, self.taps)
-        return FeaturesWithCache(read.tokens_BT, read.hidden_BTD, read.taps, batch.loss_mask_BT, document_BT, cache)
+        cache = DynamicCache()  # without a configuration, so that sliding layers keep all keys
+        return FeaturesWithCache(**vars(self.read_into(cache, batch)), cache=cache)
 
 
 def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:

@@ -11,7 +11,6 @@ Shape suffixes: T positions, L layers, D width.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -21,15 +20,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import httpx2
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from headstart.support.errors import UserError, one_line
+from headstart.support.errors import UserError
 from headstart.support.hub import inside
-from headstart.support.json_text import parse_json
-from headstart.support.post import post
+from headstart.support.post import Client, Passing, Refusal
 from headstart.training.recipe.served import Features
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
@@ -57,10 +55,6 @@ class Answer:
     url: str
 
 
-class Away(Exception):
-    """The server does not answer, or not as a sound one; the message says how."""
-
-
 class Servers:
     """Asks the servers of ``features.endpoint`` in turn, passing over those that fail until they have rested."""
 
@@ -69,13 +63,7 @@ class Servers:
         assert settings.endpoint is not None
         self.settings, self.layers, self.model = settings, layers, settings.model or model
         self.urls, self.folder = [url.rstrip("/").removesuffix("/v1") for url in settings.endpoint], Path(settings.folder)
-        key = self.key = None if settings.api_key is None else os.environ.get(settings.api_key)
-        if settings.api_key is not None and not key:
-            raise UserError(f"features.api_key={settings.api_key} names no environment variable that is set; set it, or null for no key")
-        self.client = httpx2.Client(
-            headers={"Authorization": f"Bearer {key}"} if key else None, timeout=settings.timeout,
-            limits=httpx2.Limits(max_connections=settings.concurrency),
-        )  # fmt: skip
+        self.client = Client("features", settings.api_key, settings.timeout, settings.concurrency)
         self.run, self.numbers = f"{PREFIX}{os.urandom(6).hex()}", count()
         self.lock, self.stopped = threading.Lock(), threading.Event()
         self.turn, self.missing = 0, 0
@@ -95,17 +83,15 @@ class Servers:
         end, problem = time.monotonic() + self.settings.patience, ""
         while not self.stopped.is_set():
             url, wait = self._next()
-            if time.monotonic() + wait > end:
-                break
-            if self.stopped.wait(wait):
+            if time.monotonic() + wait > end or self.stopped.wait(wait):
                 break
             try:
                 answer = self._ask(url, body)
                 with self.lock:
                     self.resting.pop(url, None)
                 return answer
-            except Away as away:
-                problem = f"{url}: {away}"
+            except Passing as passing:
+                problem = f"{url}: {passing}"
                 self._rest(url)
         raise UserError(
             f"no hidden states for {self.settings.patience:g} s (features.patience), at last {problem or 'since the run ends'}; see that a "
@@ -127,21 +113,14 @@ class Servers:
             self.resting[url] = (time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)), failures)
 
     def _ask(self, url: str, body: dict[str, Any]) -> Answer:
-        body = body | {"request_id": self.new_id()}
         try:
-            response = post(self.client, f"{url}/v1/completions", body, self.settings.timeout)
-        except httpx2.RequestError as error:
-            raise Away(f"{type(error).__name__}: {self._shown(str(error))}") from None
-        if response.status_code != 200:
-            self._refused(url, response)
+            answer = self.client.post(f"{url}/v1/completions", body | {"request_id": self.new_id()})
+        except Refusal as refusal:
+            raise UserError(f"{url} {self._refused(refusal)}") from None
         try:
-            body = parse_json(response.text, url, whole_characters=False)
-        except UserError:
-            body = {}
-        try:
-            return self.taken(body, url)
+            return self.taken(answer, url)
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise Away(f"does not answer as OpenAI's protocol has it: {self._shown(response.text)}") from None
+            raise self.client.no_protocol(answer) from None
 
     def new_id(self) -> str:
         """Return an id for a request, which the server makes part of the file's name: by it abandoned ones are found."""
@@ -150,7 +129,7 @@ class Servers:
     def taken(self, answer: dict[str, Any], url: str) -> Answer:
         """Return what the server at ``url`` has answered, with the hidden states from its file, which is deleted.
 
-        Raises Away if there is none this time, UserError if there will be none.
+        Raises Passing if there is none this time, UserError if there will be none.
         """
         choice = answer["choices"][0]
         params = answer.get("kv_transfer_params") or choice.get("kv_transfer_params") or {}
@@ -163,30 +142,30 @@ class Servers:
             raise UserError(f"{url} writes {sorted(tensors)}, not hidden_states [tokens, layers, width] and token_ids; vLLM 0.32 does")
         return Answer(hidden_TLD, tokens.tolist(), list(generated), choice, url)
 
-    def _refused(self, url: str, response: httpx2.Response) -> None:
-        """Raise what a status other than 200 means: `Away`, or UserError where asking again is of no use."""
-        status = response.status_code
-        problem = f"status {status}: {self._shown(response.text) or '(no body)'}"
-        if status >= 500 or status in (408, 409, 425, 429):
-            raise Away(problem)
-        if status == 404:
-            raise UserError(f"{url} does not serve {self.model!r} ({problem}); {START}, or name it by features.model")
-        if status in (401, 403):
-            raise UserError(f"{url} refuses with {problem}; name the environment variable that holds the key with features.api_key")
-        raise UserError(f"{url} refuses a sample with {problem}; {START}, whose --max-model-len holds data.max_length")
+    def _refused(self, refusal: Refusal) -> str:
+        """Say what a refusal means."""
+        if refusal.status == 404:
+            return f"does not serve {self.model!r} ({refusal}); {START}, or name it by features.model"
+        if refusal.status in (401, 403):
+            return f"refuses with {refusal}; name the environment variable that holds the key with features.api_key"
+        return f"refuses a sample with {refusal}; {START}, whose --max-model-len holds data.max_length"
 
     def _take(self, name: str, url: str) -> dict[str, Tensor]:
         """Read and delete a file of hidden states, when the server has written it."""
         file, lock = inside(self.folder, name), inside(self.folder, f"{name}.lock")
         try:
-            _wait_for(lock, time.monotonic() + self.settings.timeout)
+            if lock.exists():  # not every connector locks
+                with FileLock(lock, self.settings.timeout, poll_interval=0.005):
+                    pass
             end = time.monotonic() + GRACE
             while not file.exists() and time.monotonic() < end:
                 time.sleep(0.01)
             content = file.read_bytes()  # not mapped, since it is deleted now
+        except Timeout:
+            raise Passing("holds the lock of a file that it does not write") from None
         except FileNotFoundError:
             self._count_missing(url)
-            raise Away("answered but wrote no file") from None
+            raise Passing("answered but wrote no file") from None
         except PermissionError:
             raise UserError(f"{file} belongs to another user, as which it alone can be read; run server and training as one user") from None
         finally:
@@ -195,7 +174,7 @@ class Servers:
         try:
             return load(content)
         except SafetensorError as error:
-            raise Away(f"{name} is damaged ({error})") from None
+            raise Passing(f"{name} is damaged ({error})") from None
 
     def _count_missing(self, url: str) -> None:
         with self.lock:
@@ -221,23 +200,3 @@ class Servers:
         self.stopped.set()
         self.client.close()
         self._sweep(STALE)
-
-    def _shown(self, text: str) -> str:
-        """Shorten what a server says, without the key, which it may echo."""
-        return one_line(" ".join((text.replace(self.key, "(the key)") if self.key else text).split()), 300)
-
-
-def _wait_for(lock: Path, end: float) -> None:
-    """Wait until the server releases its lock. Raises Away when it takes too long."""
-    try:
-        with lock.open() as held:
-            while True:
-                try:
-                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    return
-                except BlockingIOError:
-                    if time.monotonic() > end:
-                        raise Away("holds the lock of a file that it does not write") from None
-                    time.sleep(0.005)
-    except FileNotFoundError:  # not every connector locks
-        return

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
+from transformers import Cache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
@@ -67,13 +68,16 @@ class LiveFeatures(FeatureSource):
         return self.backbone.read(tokens_1T, taps=tuple(range(self.backbone.num_layers + 1)))
 
     def read(self, batch: Batch) -> Features:
-        tokens_BT, document_BT = batch.tokens_BT, batch.document_BT
+        return self.read_into(None, batch)
+
+    def read_into(self, cache: Cache | None, batch: Batch) -> Features:
+        """Return the features; the KV cache, if any, gets the backbone's keys and values of all positions."""
+        positions_BT, attention_mask = None, None  # causal, so no position attends to right padding
         if batch.packed:
-            attention_mask = document_masks(document_BT, self.backbone.windows)
-            features = self.backbone.read(tokens_BT, None, document_positions(document_BT), attention_mask, self.taps)
-        else:  # causal, so no position attends to right padding
-            features = self.backbone.read(tokens_BT, taps=self.taps)
-        return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=document_BT)
+            positions_BT = document_positions(batch.document_BT)
+            attention_mask = document_masks(batch.document_BT, self.backbone.windows)
+        features = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, taps=self.taps)
+        return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=batch.document_BT)
 
 
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Disk space is checked before anything is written. Complete shards are renamed into place, so the same command resumes after a kill.
 Several processes may write to one cache: each locks the shard it is writing.
 
-Shape suffixes: C positions, V vocabulary.
+Shape suffixes: C, P positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import shutil
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,8 +26,8 @@ from headstart.support.text import gigabytes
 from headstart.training.data.kept import Splits
 from headstart.training.data.packing import batches_by_length, collate
 from headstart.training.data.sample import Sample
-from headstart.training.features.codec import CHUNK, CacheFormat, Record, concatenate, label_positions, single_row
-from headstart.training.features.manifest import Manifest, open_shard, record_size, save_tensors
+from headstart.training.features.codec import CHUNK, CacheFormat, Record, concatenate, single_row
+from headstart.training.features.manifest import Manifest, open_shard, save_tensors
 from headstart.training.features.source import FeatureSource
 from headstart.training.features.supplement import write_supplement
 
@@ -39,19 +38,9 @@ SPARE_BYTES = 64 * 2**20
 LOCKS = ".locks"
 
 
-@dataclass(frozen=True)
-class Job:
-    """Inputs for writing shards."""
-
-    manifest: Manifest
-    form: CacheFormat
-    samples: list[Sample]
-    source: FeatureSource
-
-
 def bytes_missing(manifest: Manifest, form: CacheFormat, samples: Sequence[Sample]) -> int:
     """Return the size of the shards not written yet."""
-    return sum(record_size(sample, form) for number in manifest.missing() for sample in samples[slice(*manifest.shards[number])])
+    return sum(form.size(len(sample.tokens)) for number in manifest.missing() for sample in samples[slice(*manifest.shards[number])])
 
 
 def free_bytes(folder: Path) -> int:
@@ -75,7 +64,6 @@ def write_missing(manifest: Manifest, form: CacheFormat, splits: Splits, source:
     require_disk_space(manifest.folder, bytes_missing(manifest, form, samples))
     manifest.write()
     write_supplement(manifest, form, source, splits)
-    job = Job(manifest, form, samples, source)
     missing, written = manifest.missing(), 0
     total = sum(len(sample.tokens) for number in missing for sample in samples[slice(*manifest.shards[number])])
     with tqdm(total=total, desc="caching", unit="token", unit_scale=True, disable=not progress) as bar:
@@ -83,15 +71,14 @@ def write_missing(manifest: Manifest, form: CacheFormat, splits: Splits, source:
             with locked(manifest.folder / LOCKS / str(number), "cache.dir") as mine:
                 if mine and not manifest.shard(number).exists():
                     discard_unfinished(manifest.shard(number))
-                    _write_shard(job, number, bar)
+                    _write_shard(manifest, form, samples, source, number, bar)
                     written += 1
     if not manifest.missing():
         shutil.rmtree(manifest.folder / LOCKS, ignore_errors=True)
     return written
 
 
-def _write_shard(job: Job, number: int, bar: tqdm) -> None:
-    manifest, form, samples, source = job.manifest, job.form, job.samples, job.source
+def _write_shard(manifest: Manifest, form: CacheFormat, samples: list[Sample], source: FeatureSource, number: int, bar: tqdm) -> None:
     backbone = source.backbone
     records: dict[int, Record] = {}
     errors: list[dict[str, Tensor]] = []
@@ -123,7 +110,8 @@ def rounding_errors(live: Features, cached: Features, backbone: Backbone) -> dic
     errors = {name: ((a - b).float().norm(dim=-1) / a.float().norm(dim=-1).clamp(min=1e-20)).flatten() for name, (a, b) in pairs.items()}
     assert live.loss_mask_BT is not None
     kls, tvs = [], []
-    for position_C in label_positions(live.loss_mask_BT[0])[:MEASURED_POSITIONS].split(CHUNK):
+    label_P = live.loss_mask_BT[0, 1:].nonzero().flatten()  # whose next token is a label: the teacher is needed there
+    for position_C in label_P[:MEASURED_POSITIONS].split(CHUNK):
         p_CV = backbone.readout(live.hidden_BTD[0, position_C]).float().softmax(-1)
         cached_CV = backbone.readout(cached.hidden_BTD[0, position_C]).float().log_softmax(-1)
         kls.append((torch.special.xlogy(p_CV, p_CV) - p_CV * cached_CV).sum(-1))

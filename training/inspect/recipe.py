@@ -28,8 +28,7 @@ from headstart.support.page import Section, page
 from headstart.support.terminal import labelled
 from headstart.support.text import token_texts, visible
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import coverage_report, describe_coverage, label_counts, load_data, most_frequent, require_vocabulary
-from headstart.training.data.first_rows import checked_tokenizer
+from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, most_frequent, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import chat_settings
@@ -125,6 +124,7 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
     counts = torch.histogram(lengths, torch.tensor(edges, dtype=torch.float64).clamp(min=0) if longest >= BINS else BINS).hist
     statistics: dict[str, Any] = asdict(splits.stats) | {
         "roles": dict(splits.stats.roles),
+        "unread": ", ".join(sorted(splits.stats.unread)),
         "label_share": splits.stats.label_tokens / splits.stats.tokens,
         "held_out": len(splits.eval),
         "percentiles": percentiles(lengths),
@@ -180,11 +180,11 @@ def _name(backbone: Backbone, module: nn.Module) -> str:
 
 def vocabulary_coverage(recipe: Recipe, models: FakeModels, splits: Splits) -> dict[str, Any]:
     """Count distinct label tokens, and report the coverage of each draft vocabulary that training will choose."""
-    counts, drafters = label_counts(splits, models.backbone.vocab), {}
+    counts, drafters = LabelCounts.of(splits, models.backbone.vocab), {}
     for name, drafter in models.drafters.items():
         if drafter.vocabulary is not None:
             chosen = most_frequent(counts.training_V, len(drafter.vocabulary))
-            drafters[name or str(recipe.drafter["kind"])] = coverage_report(counts, chosen)
+            drafters[name or str(recipe.drafter["kind"])] = counts.coverage(chosen)
     return {"distinct_label_tokens": int((counts.training_V > 0).sum()), "drafters": drafters}
 
 

@@ -28,9 +28,10 @@ FOLDER = "tensorboard"
 
 def require_trackers(recipe: Recipe) -> None:
     """Raise UserError if a tracker of the recipe is not installed; called before anything is loaded."""
-    if recipe.log.wandb != "off" and not _installed("wandb"):
+    installed = {name for name in ("wandb", "tensorboard", "tensorboardX") if importlib.util.find_spec(name) is not None}
+    if recipe.log.wandb != "off" and "wandb" not in installed:
         raise UserError(f"log.wandb={recipe.log.wandb} needs wandb, which is not installed; pip install wandb, or set log.wandb=off")
-    if recipe.log.tensorboard and not (_installed("tensorboard") or _installed("tensorboardX")):
+    if recipe.log.tensorboard and not installed - {"wandb"}:
         raise UserError(
             "log.tensorboard=true needs tensorboard or tensorboardX, and neither is installed; "
             "pip install tensorboardX (it writes; tensorboard also shows), or set log.tensorboard=false"
@@ -97,10 +98,6 @@ def marked(example: dict[str, Any]) -> str:
 def _as_code(text: str) -> str:
     """Indent as a code block, since TensorBoard renders text as Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,24 +32,6 @@ class LogLine(Form):
     head: str = ""
 
 
-@dataclass
-class Head:
-    """The log lines of one head, training steps and evaluations."""
-
-    name: str
-    kind: str
-    lines: list[Line] = field(default_factory=list)
-
-    @property
-    def skipped(self) -> int:
-        """Steps without an update, since their loss or gradient was not finite."""
-        return sum(line.get("skipped", 0) for line in self.lines)
-
-    def last(self, key: str) -> Any:
-        """Return the latest value of ``key``; None if no line has it."""
-        return next((line[key] for line in reversed(self.lines) if line.get(key) is not None), None)
-
-
 def read_runs(paths: Sequence[str]) -> dict[str, list[Line]]:
     """Read the logs of runs, by folder. Raises UserError for a folder without a log and for runs on different backbones."""
     logs: dict[str, list[Line]] = {}
@@ -75,7 +56,7 @@ def read_runs(paths: Sequence[str]) -> dict[str, list[Line]]:
 
 def print_runs(logs: Mapping[str, list[Line]], out: TextIO) -> None:
     """Print the latest values of each run and the recipe keys that differ."""
-    show([_latest(_heads(logs)), *_differences(logs)], out)
+    show([_latest(logs), *_differences(logs)], out)
 
 
 def _recipe(log: Iterable[Line]) -> Line:
@@ -86,30 +67,24 @@ def _recipe(log: Iterable[Line]) -> Line:
     return found
 
 
-def _heads(logs: Mapping[str, list[Line]]) -> list[Head]:
-    """The heads of all runs in order of first appearance, named by their run."""
-    heads: dict[tuple[str, str], Head] = {}
+def _latest(logs: Mapping[str, list[Line]]) -> Table:
+    """The latest values of each head of each run."""
+    rows: list[list[str]] = []
     for path, log in logs.items():
-        recipe = _recipe(log)
+        recipe, lines = _recipe(log), [line for line in log if "loss" in line or "tau" in line]
         several = recipe.get("heads") or {}
-        for line in log:
-            name = line.get("head", "")
-            if "loss" in line or "tau" in line:
-                kind = (several.get(name) or recipe.get("drafter") or {}).get("kind", "heads")
-                title = f"{path}, {name}" if len(several) > 1 else path
-                heads.setdefault((path, name), Head(title, kind)).lines.append(line)
-    return list(heads.values())
-
-
-def _latest(heads: Sequence[Head]) -> Table:
-    depths = max((len(head.last(ACCEPTANCE) or []) for head in heads), default=0)
-    titles = ["", "kind", "loss", "gradient norm", "steps skipped", "accept len (tau)", *(f"depth {i}" for i in range(depths))]
-    rows = []
-    for head in heads:
-        cells = [head.name, head.kind, *(_number(head.last(key)) for key in ("loss", "grad_norm")), str(head.skipped)]
-        tau = head.last("tau")
-        rows.append(("", [*cells, "" if tau is None else f"{tau:.3f}", *(f"{share:.2f}" for share in head.last(ACCEPTANCE) or [])]))
-    return Table(titles, rows, left=[0, 1])
+        for name in dict.fromkeys(line.get("head", "") for line in lines):
+            own = [line for line in lines if line.get("head", "") == name]
+            last = {key: value for line in own for key, value in line.items() if value is not None}
+            kind = (several.get(name) or recipe.get("drafter") or {}).get("kind", "heads")
+            forms = (("loss", ".4g"), ("grad_norm", ".4g"), ("tau", ".3f"))
+            loss, norm, tau = (f"{last[key]:{form}}" if key in last else "" for key, form in forms)
+            skipped = str(sum(line.get("skipped", 0) for line in own))  # whose loss or gradient was not finite
+            shares = [f"{share:.2f}" for share in last.get(ACCEPTANCE, [])]
+            rows.append([f"{path}, {name}" if len(several) > 1 else path, kind, loss, norm, skipped, tau, *shares])
+    titles = ["", "kind", "loss", "gradient norm", "steps skipped", "accept len (tau)"]
+    titles += [f"depth {i}" for i in range(max(map(len, rows), default=0) - len(titles))]
+    return Table(titles, [("", row) for row in rows], left=[0, 1])
 
 
 def _differences(logs: Mapping[str, list[Line]]) -> list[Table]:
@@ -118,7 +93,3 @@ def _differences(logs: Mapping[str, list[Line]]) -> list[Table]:
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in IGNORED]
     rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in keys if len({str(one.get(key, "")) for one in flat}) > 1]
     return [Table(["key", *logs], [("", row) for row in rows], left=range(1 + len(logs)))] if rows else []
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

@@ -23,12 +23,11 @@ from headstart.inference.engine.request import device_memory
 from headstart.support.errors import UserError, waiting
 from headstart.support.numeric_limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import load_data, require_vocabulary
-from headstart.training.data.first_rows import check_data
+from headstart.training.data.data import check_data, load_data, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS
-from headstart.training.features.manifest import format_of, record_size
+from headstart.training.features.manifest import format_of
 from headstart.training.features.source import require_packable
 from headstart.training.plan.calibrate import live_until_cached, seconds_per_step, why_not_loadable
 from headstart.training.plan.compute import UTILISATION, estimated_hours, step_operations
@@ -211,7 +210,7 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None) -> dict[str,
     sizes: dict[str, Any] = {"heads": heads, "states": (heads + optimizer) * (kept + 1), "kept": kept}
     if recipe.cache.dir is not None:
         form = format_of(recipe.cache, models.backbone, models.taps)
-        sizes["features"] = None if splits is None else sum(record_size(sample, form) for sample in splits.train)
+        sizes["features"] = None if splits is None else sum(form.size(len(sample.tokens)) for sample in splits.train)
     if recipe.regenerate.out is not None:
         part = 1.0 if splits is None or recipe.regenerate.limit is None else min(1.0, recipe.regenerate.limit / splits.stats.rows)
         sizes["answers"] = None if splits is None else round(splits.stats.tokens * JSONL_BYTES_PER_TOKEN * part)

@@ -6,27 +6,23 @@ Transient failures are retried with exponential back-off.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
-
-import httpx2
 
 from headstart.chat.conversation import Chat
 from headstart.chat.messages import ASSISTANT, Message
 from headstart.chat.template import TemplateRefusal, template_hash
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import read_end_tokens
-from headstart.support.errors import UserError, one_line
-from headstart.support.json_text import parse_json, repaired
-from headstart.support.post import post
+from headstart.support.errors import UserError
+from headstart.support.post import Client, NoProtocol, Passing, Refusal
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.kept import KeptFeatures
 from headstart.training.recipe.recipe import Recipe
@@ -34,8 +30,6 @@ from headstart.training.regenerate.items import Completion, Conversation, Item, 
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
 """Seconds before the first retry, doubled for each further one up to the maximum, which also bounds the server's Retry-After."""
-RETRIABLE = (408, 409, 425, 429)
-"""Statuses below 500 that are retried; all from 500 are."""
 BAD_REQUEST = (400, 413, 422)
 """Statuses of a refused request; the item ends with an error."""
 TOO_LONG = re.compile(r"context.{0,3}(length|size|window)|too (long|large)|max_model_len|max_new_tokens. must be", re.I)
@@ -43,24 +37,6 @@ MAX_REFUSALS = 20
 """Number of refusals without any response after which the run ends, since the requests themselves must be wrong."""
 TOKEN_IDS = "return_token_ids"
 """Parameter by which vLLM and SGLang return the token ids of prompt and answer; other servers ignore it, or refuse it by name."""
-
-
-class Refused(Exception):
-    """The server refused a prompt; the message is its reason."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a server answers."""
-
-    part: Any
-    """The message or the text."""
-    tokens: int
-    """Number of generated tokens; 0 if not reported."""
-    truncated: bool
-    prompt: list[int]
-    answer: list[int]
-    """Token ids; empty if the server does not return both."""
 
 
 class Endpoint:
@@ -74,14 +50,7 @@ class Endpoint:
         assert settings.endpoint is not None
         self.recipe, self.url = recipe, settings.endpoint.rstrip("/")
         self.model, self.keeper = settings.model or recipe.backbone.path, keeper
-        key = self.key = None if settings.api_key is None else os.environ.get(settings.api_key)
-        if settings.api_key is not None and not key:
-            raise UserError(f"regenerate.api_key={settings.api_key} names no environment variable that is set; set it, or null for no key")
-        self.client = httpx2.Client(
-            headers={"Authorization": f"Bearer {key}"} if key else None,
-            timeout=settings.timeout,
-            limits=httpx2.Limits(max_connections=settings.concurrency),
-        )
+        self.client = Client("regenerate", settings.api_key, settings.timeout, settings.concurrency)
         self.stopped, self.lock = threading.Event(), threading.Lock()
         self.extra: dict[str, Any] = {TOKEN_IDS: True}
         """Parameters that not every server knows."""
@@ -136,7 +105,7 @@ class Endpoint:
         while item.pending:
             try:
                 response = self._text(item) if isinstance(item, Completion) else self._message(item)
-            except Refused as refusal:
+            except Refusal as refusal:
                 response = failure("too_long" if TOO_LONG.search(str(refusal)) else "refused", str(refusal))
             item.add_response(response, self.settings.unfinished)
         return item
@@ -146,20 +115,20 @@ class Endpoint:
         tools = self.recipe.data.template_kwargs.get("tools") if item.tools is None else item.tools
         prompt = {"messages": item.messages} | ({} if tools is None else {"tools": tools}) | self._template()
         path = "/chat/completions"
-        choice = self._choice(path, item, prompt, "message")
-        fields = choice.part if isinstance(choice.part, dict) else {}
+        raw = self._ask(path, item, prompt, "message")
+        fields = raw.message if isinstance(raw.message, dict) else {}
         kept = {name: fields[name] for name in ("tool_calls", "function_call", "refusal") if fields.get(name)}
         if thoughts := fields.get("reasoning_content") or fields.get("reasoning"):  # servers differ in the name
             kept["reasoning_content"] = thoughts
         content = fields.get("content")
         if not isinstance(content, str | None) or not isinstance(kept.get("reasoning_content", ""), str):
-            raise self._protocol(path, str(choice.part))
+            raise UserError(f"{self.url}{path} {self.client.no_protocol(raw.message)}")
         # Without an answer, the reasoning, which this server does not return, did not end.
-        truncated = choice.truncated or (content is None and not kept)
+        error = "truncated" if content is None and not kept else raw.error
         message = {"role": ASSISTANT, "content": content, **kept}
-        if not truncated:
-            self._compare(item, message, choice)
-        return Response(message, choice.tokens, "truncated" if truncated else "", prompt=choice.prompt, answer=choice.answer)
+        if not error:
+            self._compare(item, message, raw)
+        return replace(raw, message=message, error=error)
 
     def _template(self) -> dict[str, Any]:
         """Return the recipe's chat template and its variables, as vLLM takes them."""
@@ -168,18 +137,18 @@ class Endpoint:
         given = {"chat_template": data.chat_template, "chat_template_kwargs": variables}
         return {key: value for key, value in given.items() if value}
 
-    def _compare(self, item: Conversation, message: Message, choice: Choice) -> None:
+    def _compare(self, item: Conversation, message: Message, raw: Response) -> None:
         """Count whether tokenising the answer's text gives the tokens that were written, or as many."""
         with self.lock:
-            self.with_ids += bool(choice.answer)
-            if self.chat is None or not (choice.answer or choice.tokens):
+            self.with_ids += bool(raw.answer)
+            if self.chat is None or not (raw.answer or raw.tokens):
                 return
             try:
                 made = self.chat.answer([*item.messages, message], item.tools)
             except TemplateRefusal:
                 return
             self.compared += 1
-            self.differing += made != choice.answer if choice.answer else len(made) != choice.tokens
+            self.differing += made != raw.answer if raw.answer else len(made) != raw.tokens
 
     @cached_property
     def chat(self) -> Chat | None:
@@ -197,13 +166,13 @@ class Endpoint:
         prompt = item.text[: max((end for _, end in encoding["offset_mapping"][:length]), default=0)]
         if not prompt:
             return failure("empty")
-        choice = self._choice("/completions", item, {"prompt": prompt}, "text")
-        if not isinstance(choice.part, str | None):
-            raise self._protocol("/completions", str(choice.part))
-        return Response({"content": f"{prompt}{choice.part or ''}"}, choice.tokens, prompt=choice.prompt, answer=choice.answer)
+        raw = self._ask("/completions", item, {"prompt": prompt}, "text")
+        if not isinstance(raw.message, str | None):
+            raise UserError(f"{self.url}/completions {self.client.no_protocol(raw.message)}")
+        return replace(raw, message={"content": f"{prompt}{raw.message or ''}"}, error="")
 
-    def _choice(self, path: str, item: Item, prompt: dict[str, Any], part: str) -> Choice:
-        """Request a response and return ``part`` of it."""
+    def _ask(self, path: str, item: Item, prompt: dict[str, Any], part: str) -> Response:
+        """Request a response, whose message is ``part`` of the server's answer as it is."""
         settings, seed = self.settings, self.recipe.seed
         sampling = {"temperature": item.temperature(settings, seed), "top_p": settings.top_p, "seed": item.seed(seed) % (1 << 31)}
         filters = {"top_k": settings.top_k} if settings.top_k else {}  # not part of OpenAI's API, so sent only if set
@@ -211,7 +180,7 @@ class Endpoint:
         request = {"model": self.model, **prompt, **kept, "max_tokens": settings.max_new_tokens, **sampling, **filters}
         try:
             body = self._post(path, request | self.extra)
-        except Refused as refusal:
+        except Refusal as refusal:
             if TOKEN_IDS not in str(refusal) or not self.extra:
                 raise
             self.extra = {}
@@ -225,49 +194,31 @@ class Endpoint:
             prompt_ids, answer_ids = ids if all(ids) else ([], [])
             if self.keeper is not None:
                 self.keeper.keep(body, prompt_ids, answer_ids)
-            return Choice(choice[part], tokens, choice.get("finish_reason") == "length", prompt_ids, answer_ids)
+            error = "truncated" if choice.get("finish_reason") == "length" else ""
+            return Response(choice[part], tokens, error, prompt=prompt_ids, answer=answer_ids)
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise self._protocol(path, str(body)) from None
+            raise UserError(f"{self.url}{path} {self.client.no_protocol(body)}") from None
 
     def _post(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request with retries. Raises Refused if the server refuses the prompt, UserError if there is no answer."""
-        problem, after = "", 0.0
+        """Send a request with retries. Raises Refusal if the server refuses the prompt, UserError if there is no answer."""
+        problem, after, url = "", 0.0, f"{self.url}{path}"
         for attempt in range(self.settings.retries + 1):
             if attempt and self.stopped.wait(_pause(attempt, after)):
                 break
             try:
-                response = post(self.client, f"{self.url}{path}", request, self.settings.timeout)
-            except httpx2.RequestError as error:
-                problem, after = f"{type(error).__name__}: {self._shown(str(error))}", 0.0
-                continue
-            if response.status_code == 200:
-                return self._body(response, path)
-            problem = f"status {response.status_code}: {self._shown(response.text) or '(no body)'}"
-            if response.status_code in BAD_REQUEST:
-                raise Refused(problem)
-            if response.status_code < 500 and response.status_code not in RETRIABLE:
-                raise UserError(f"{self.url}{path} refuses with {problem}; {self._advice(response.status_code)}")
-            after = _seconds(response.headers.get("retry-after"))
+                return self.client.post(url, request)
+            except NoProtocol as error:
+                raise UserError(f"{url} {error}") from None
+            except Passing as error:
+                problem, after = str(error), error.after
+            except Refusal as refusal:
+                if refusal.status in BAD_REQUEST:
+                    raise
+                raise UserError(f"{url} refuses with {refusal}; {self._advice(refusal.status)}") from None
         raise UserError(
-            f"{self.url}{path} gave no answer in {self.settings.retries + 1} attempts, at last {problem}; "
+            f"{url} gave no answer in {self.settings.retries + 1} attempts, at last {problem}; "
             "see that it runs, or lower regenerate.concurrency; the same command then goes on from here"
         )
-
-    def _body(self, response: httpx2.Response, path: str) -> dict[str, Any]:
-        try:
-            body = repaired(parse_json(response.text, path, whole_characters=False))
-        except UserError:
-            body = None
-        if not isinstance(body, dict):
-            raise self._protocol(path, response.text)
-        return body
-
-    def _protocol(self, path: str, body: str) -> UserError:
-        return UserError(f"{self.url}{path} does not answer as OpenAI's protocol has it: {self._shown(body)}")
-
-    def _shown(self, text: str) -> str:
-        """Shorten what a server says, without control characters and without the key, which it may echo."""
-        return one_line(" ".join((text.replace(self.key, "(the key)") if self.key else text).split()), 300)
 
     def _advice(self, status: int) -> str:
         if status in (401, 403):
@@ -284,11 +235,6 @@ def _pause(attempt: int, after: float) -> float:
     """Return the seconds to wait before an attempt, with jitter so that threads do not retry simultaneously."""
     longest = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1))
     return max(longest * random.uniform(0.5, 1), min(after, LONGEST_WAIT))
-
-
-def _seconds(header: str | None) -> float:
-    """Parse a Retry-After header in seconds; 0 for a date or none."""
-    return float(header) if header is not None and header.isdecimal() else 0.0
 
 
 def _failed(future: Future[Item]) -> bool:

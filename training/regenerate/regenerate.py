@@ -9,16 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from types import TracebackType
 from typing import Any, Protocol
-
-from tqdm import tqdm
 
 from headstart.chat.messages import shortened
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
-from headstart.support.terminal import FILE_SECONDS
+from headstart.support.terminal import progress
 from headstart.training.data.columns import say_unread, sound_rows
 from headstart.training.data.rows import read_rows
 from headstart.training.data.tokenise import begun_at, chat_settings, now
@@ -30,62 +27,6 @@ from headstart.training.regenerate.endpoint import Endpoint
 from headstart.training.regenerate.in_process import InProcess
 from headstart.training.regenerate.items import ERRORS, Item, read_items
 from headstart.training.regenerate.partial import PartialFile, begun_with
-
-TERMINAL_SECONDS = 0.5
-"""Seconds between two states of the bar on a terminal."""
-MANY = 100
-"""Rows whose mean length says how long the others may be."""
-FORM = "{desc}: {n_fmt} of {total_fmt} rows [{elapsed}{postfix}]"
-
-
-class Progress:
-    """``rows`` of the dataset, of which ``missing`` are to be answered with at most ``longest`` tokens for each answer."""
-
-    def __init__(self, rows: int, missing: int, longest: int) -> None:
-        self.bar = tqdm(desc="regenerating", total=rows, initial=rows - missing, bar_format=FORM, mininterval=0)
-        self.interval = TERMINAL_SECONDS if sys.stderr.isatty() else FILE_SECONDS
-        self.missing, self.longest = missing, longest
-        self.tokens, self.done, self.start = 0, 0, time.perf_counter()
-        self.of_done = 0
-        """Tokens of the rows that are done."""
-        self.shown = 0.0
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._show()
-        self.bar.close()
-
-    def wrote(self, tokens: int) -> None:
-        """Count tokens as they are written."""
-        self.tokens += tokens
-        self._show_now_and_then()
-
-    def ended(self, item: Item) -> None:
-        """Count a row that is done."""
-        self.done, self.of_done = self.done + 1, self.of_done + item.tokens
-        self.bar.n += 1
-        self._show_now_and_then()
-
-    def _show_now_and_then(self) -> None:
-        if time.perf_counter() - self.shown > self.interval:
-            self._show()
-
-    def _show(self) -> None:
-        seconds = time.perf_counter() - self.start
-        rate = self.tokens / seconds
-        self.bar.set_postfix_str(f"{rate:,.0f} tokens/s{self._left(rate)}")
-        self.shown = time.perf_counter()
-
-    def _left(self, rate: float) -> str:
-        """The time left, by the mean row so far; before many have ended, which are short ones, by the greatest length of an answer."""
-        if not rate or self.done == self.missing:
-            return ""
-        known = self.done >= min(MANY, self.missing / 2)
-        left = (self.missing - self.done) * (self.of_done / self.done if known else self.longest) - (self.tokens - self.of_done)
-        return f", {'' if known else 'up to '}{tqdm.format_interval(max(left, 0) / rate)} left"
-
 
 DATA = ("train", "split", "subset", "format", "column", "columns", "template_kwargs", "template_time")
 """Keys of ``data`` that determine the rows; stored so that an error can name the one that changed."""
@@ -123,16 +64,16 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
     limits = [limit for limit in (data.limit, settings.limit) if limit is not None]
     rows = read_rows(data.name, split=data.split, subset=data.subset, limit=min(limits, default=None))
     rows, bad = sound_rows(rows, data, data.name, asked=True)
-    say_unread(bad.unread)
-    if bad.count:
-        print(f"data      {bad.count:,} bad rows left out ({bad.first})", file=sys.stderr)
+    say_unread(bad)
+    if bad.rows_bad:
+        print(f"data      {bad.rows_bad:,} bad rows left out ({bad.bad_row})", file=sys.stderr)
     items = read_items(rows * settings.samples, data, data.name, _templated(recipe))
     keeper = open_kept(recipe) if _caches(recipe) else None
     responder = _responder(recipe, keeper, compile_first)
     with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:
         missing = [item for item in items if item.row not in partial.offsets]
         before, start = partial.counts["tokens"], time.perf_counter()
-        _answer(responder, missing, partial, Progress(len(items), len(missing), settings.max_new_tokens))
+        _answer(responder, missing, partial, len(items))
         seconds, tokens = time.perf_counter() - start, partial.counts["tokens"] - before
         written = partial.finish()
         counts, detail, set_aside = partial.counts, partial.detail, partial.set_aside
@@ -196,21 +137,22 @@ def _dependencies(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
     )
 
 
-def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile, bar: Progress) -> None:
-    """Append missing rows to the partial file as they finish."""
-    with bar, closing(_finished(responder, missing, bar.wrote)) as finished:
+def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile, rows: int) -> None:
+    """Append missing rows to the partial file as they finish, beside a bar that moves with every token."""
+    tokens, start = 0, time.perf_counter()
+
+    def wrote(more: int) -> None:
+        nonlocal tokens
+        tokens += more
+        bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
+        bar.update(0)
+
+    with progress("regenerating", "row", rows) as bar, closing(_finished(responder, missing, wrote)) as finished:
+        bar.initial = bar.n = rows - len(missing)
         for item in finished:
-            partial.append(
-                {
-                    "row": item.row,
-                    "turns": item.turns,
-                    "tokens": item.tokens,
-                    "error": item.error,
-                    "detail": item.detail,
-                    "result": item.result(),
-                }  # fmt: skip
-            )
-            bar.ended(item)
+            line = {"row": item.row, "turns": item.turns, "tokens": item.tokens, "error": item.error, "detail": item.detail}
+            partial.append(line | {"result": item.result()})
+            bar.update()
 
 
 def _finished(responder: Responder, missing: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:

@@ -65,7 +65,7 @@ class DrafterTrainer:
     start: dict[str, Any] | None = None
     """Where the weights started from (``drafter.init``), for the provenance."""
     coverage: dict[str, Any] | None = None
-    """The draft vocabulary's `coverage_report`; None without draft vocabulary."""
+    """The draft vocabulary's `LabelCounts.coverage`; None without draft vocabulary."""
     skipped: int = 0
     """Optimiser steps skipped because the loss or the gradient was not finite."""
     consecutive_skips: int = 0

@@ -79,7 +79,7 @@ def test_the_format_and_the_column_are_not_guessed_from_the_first_row() -> None:
     plain: list[dict[str, Any]] = [{"text": TEXT}, *[{"text": "It is four."}] * 200]
     assert find_column(plain, Data(train="x"), "x").kind == "text"
     kept, bad = sound_rows(plain, Data(train="x"), "x")
-    assert kept == plain[1:] and bad.count == 1 and "row 1: a conversation as JSON text among plain texts" in bad.first
+    assert kept == plain[1:] and bad.rows_bad == 1 and "row 1: a conversation as JSON text among plain texts" in bad.bad_row
     with pytest.raises(UserError, match="row 1: a conversation as JSON text among plain texts"):
         make_samples(plain, make_tokenizer(CHATML), Data(train="x"), source="x")
     mixed: list[dict[str, Any]] = [{"messages": None, "text": "a"}, *[{"messages": TALK, "text": "a"}] * 3]
@@ -162,6 +162,6 @@ def test_from_one_percent_on_bad_rows_are_an_error() -> None:
     rows: list[dict[str, Any]] = [*[{"messages": TALK}] * 198, BAD, BAD]
     with pytest.raises(UserError, match=r"x, row 199, turn 1: content is text.*\(2 of 200 rows are bad; below 1 % they are skipped\)"):
         sound_rows(rows, Data(train="x"), "x")
-    assert sound_rows(rows[:-1] + rows[:2], Data(train="x"), "x")[1].count == 1
+    assert sound_rows(rows[:-1] + rows[:2], Data(train="x"), "x")[1].rows_bad == 1
     tokens = [*[{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]}] * 150, {"input_ids": [1, -2], "loss_mask": [1, 1]}]
-    assert sound_rows(tokens, Data(train="x"), "x")[1].count == 1
+    assert sound_rows(tokens, Data(train="x"), "x")[1].rows_bad == 1

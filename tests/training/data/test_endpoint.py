@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from chat_templates import make_tokenizer
 from server import Reply, said, serving
 
 from headstart.cli.main import main
+from headstart.support.post import Client, Passing
 from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.regenerate import endpoint
 
@@ -112,7 +114,13 @@ def test_waits_grow_and_follow_retry_after(monkeypatch: pytest.MonkeyPatch) -> N
     waits = [[endpoint._pause(attempt, 0.0) for _ in range(50)] for attempt in range(1, 12)]
     assert all(min(0.25 * 2**k, 30) <= wait <= min(0.5 * 2**k, 60) for k, some in enumerate(waits) for wait in some)
     assert endpoint._pause(1, 7.0) == 7 and endpoint._pause(1, 7000.0) == 60
-    assert [endpoint._seconds(text) for text in ("3", None, "Wed, 21 Oct 2015 07:28:00 GMT")] == [3, 0, 0]
+    client = Client("regenerate", None, 1.0, 1)
+    for header, seconds in (("3", 3), ("", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)):
+        answer = httpx2.Response(429, headers={"retry-after": header})
+        client.http = httpx2.Client(transport=httpx2.MockTransport(lambda _, answer=answer: answer))
+        with pytest.raises(Passing) as caught:
+            client.post("http://localhost", {})
+        assert caught.value.after == seconds
 
 
 @pytest.mark.parametrize(

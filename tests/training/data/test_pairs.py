@@ -82,7 +82,7 @@ def test_what_is_no_pair_is_as_before_and_errors_name_both_columns() -> None:
         find_column([{"ask": ASKED}], Data(train="x", columns={"prompt": "ask"}), "x")
     rows: list[dict[str, Any]] = [{"question": ASKED, "answer": SAID}] * 150
     assert (
-        sound_rows([*rows, {"question": ASKED, "answer": None}], Data(train="x"), "x")[1].first
+        sound_rows([*rows, {"question": ASKED, "answer": None}], Data(train="x"), "x")[1].bad_row
         == "x, row 151 has no answer; it has question, answer"
     )
 

@@ -12,7 +12,7 @@ from headstart.chat.conversation import Chat
 from headstart.chat.messages import read_messages
 from headstart.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError
-from headstart.training.data.check import Source, compare
+from headstart.training.data.check import compare
 from headstart.training.data.columns import Column
 from headstart.training.recipe.recipe import Data
 
@@ -45,7 +45,7 @@ def test_the_check_before_training_finds_nothing_amiss(shape: Shape) -> None:
     conversations = [shape.conversation(situation) for situation in SITUATIONS if situation not in refused(shape)]
     rows = [{"messages": messages, "tools": tools_of(messages)} for messages in conversations]
     chat = Chat(shape.tokenizer, ChatSettings(variables=dict(shape.variables), ends=shape.end_ids))
-    check = compare(rows, Source("x", Column("messages", "chat", Data(train="x")), exact=False), chat)
+    check = compare(rows, "x", Column("messages", "chat", Data(train="x")), chat, exact=False)
     assert (check.same, check.warning) == (check.answers, ""), check.first
     assert check.answers == tally(shape.name)[1]
 
