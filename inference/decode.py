@@ -20,10 +20,11 @@ from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.texts import Prompts, Texts
-from headstart.inference.engine.tree import CandidateTree, Pass, Pool, TreeShape, VerifiedTree
+from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, VerifiedTree
 from headstart.inference.engine.verify import accept, pick
 from headstart.inference.sources.source import Accepted, Draft, DraftScoring
 from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.steps import PARTS, Step
 
 PREFILL_POSITIONS = (16_384, 2048)
 """Positions of a prefill of several prompts, padding included, on an accelerator and on a CPU: more take memory and bring no speed."""
@@ -51,8 +52,6 @@ class Decoder:
         """The rows whose sequences have ended, until others take their places or they are removed."""
         self.roots: list[int] = []
         self.cache: RaggedCache
-        self.tree: CandidateTree
-        """The candidates of the last step."""
         speculation.start(seeds_B is not None)
 
     def put(self, number: int, ids_T: Tensor, limit: int, seed: int) -> None:
@@ -72,12 +71,12 @@ class Decoder:
         texts = self.texts.of.values()
         return [text.scores for text in texts], [text.logits for text in texts]
 
-    def run(self, exact_times: bool = False) -> Iterator[Pass]:
+    def run(self, exact_times: bool = False) -> Iterator[Step]:
         """Make decoding steps until every sequence has ended."""
         while self.admit():
             yield self.step(exact_times)
 
-    def step(self, exact_times: bool = False) -> Pass:
+    def step(self, exact_times: bool = False) -> Step:
         """One decoding step of every row: draft, verify the tree in one forward pass, keep what the backbone picks, learn from it."""
         with Stopwatch(self.device if exact_times else None) as watch:
             self.speculation.use_costs(self.cache.longest, self.reader.read.made)
@@ -85,7 +84,7 @@ class Decoder:
             self.speculation.draft(draft)
             tree = self.speculation.choose(draft)
             noise_BPV = self._noise(0, tree.height + 1)
-            self.tree, drafting = tree, watch.lap()
+            drafting = watch.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)
             scores_BNV = self._scores(logits_BNV, self.rows, tree)
             picks = pick(scores_BNV, self._noise_by_node(noise_BPV, tree)).tolist()
@@ -98,17 +97,11 @@ class Decoder:
             host = watch.lap()
         if watch.valid:
             self.speculation.time(draft, tree, paths, drafting + verifying + host)
-        numbers = accepted.sequences
-        written = dict(zip(numbers, map(len, accepted.tokens), strict=True))
-        # Without the root.
-        kept, drafted = ({n: len(nodes) - 1 for n, nodes in zip(numbers, of, strict=True)} for of in (paths, tree.tokens))
-        trees = self._trees(accepted.sequences, tree, paths) if self.request.dictionary else {}
-        rested = bool(self.speculation.sources) and draft.rested
-        return Pass(written, tree.size, drafting, verifying, host, kept, drafted, trees, rested)
-
-    @staticmethod
-    def _trees(numbers: list[int], tree: CandidateTree, paths: list[list[int]]) -> dict[int, VerifiedTree]:
-        return {number: VerifiedTree(*row) for number, *row in zip(numbers, tree.tokens, tree.parents, paths, strict=True)}
+        seconds = dict(zip(PARTS, (drafting, verifying, host), strict=True))
+        rows = zip(accepted.sequences, tree.tokens, tree.parents, paths, strict=True)
+        trees = {number: VerifiedTree(*row) for number, *row in rows}
+        written = {number: len(tokens) for number, tokens in zip(trees, accepted.tokens, strict=True)}
+        return Step(written, tree.size, seconds, trees, bool(self.speculation.sources) and draft.rested)
 
     # Drafting.
 

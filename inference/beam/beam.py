@@ -26,8 +26,9 @@ from headstart.inference.engine.processing import History
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import BeamRules, Request
 from headstart.inference.engine.texts import Prompts
-from headstart.inference.engine.tree import Pass, TreeShape
+from headstart.inference.engine.tree import TreeShape
 from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.steps import PARTS, Step
 from headstart.support.errors import UserError
 
 
@@ -135,7 +136,7 @@ class BeamDecoder:
         self.drafting.start(features)
         self._leave()
 
-    def step(self, exact_times: bool = False) -> Pass:
+    def step(self, exact_times: bool = False) -> Step:
         """Make a forward pass."""
         with Stopwatch(self.device if exact_times else None) as watch:
             self.speculation.use_costs(self.cache.longest, self.reader.read.made)
@@ -151,7 +152,7 @@ class BeamDecoder:
             self.speculation.costs.add_pass(len(rows), logits_BNV.shape[1], verifying)
             self.speculation.costs.add_part(HOST_PART, len(rows), 1, host)
         written = {row.number: made.count for row, made in zip(rows, steps, strict=True)}
-        return Pass(written, nodes, drafting, verifying, host)
+        return Step(written, nodes, dict(zip(PARTS, (drafting, verifying, host), strict=True)), {})
 
     def _draft(self) -> list[Drafts]:
         """Add the last token of each beam and the drafts to verify to the tries."""

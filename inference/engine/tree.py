@@ -12,7 +12,7 @@ Tree sizes to choose from and to measure, and numbers of rows by octave; there a
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -202,28 +202,12 @@ class VerifiedTree:
     parents: list[int]
     path: list[int]
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One decoding step: the number of tokens written to each sequence decoded in it, nodes of a row's tree, seconds by part.
-
-    Sequences are given by their numbers."""
-
-    written: dict[int, int]
-    nodes: int
-    draft: float
-    verify: float
-    host: float
-    kept: dict[int, int] = field(default_factory=dict)
-    """Drafts of each sequence that the backbone's picks confirmed, those past its end included; none given in beam search."""
-    drafted: dict[int, int] = field(default_factory=dict)
-    """Tokens drafted for each sequence; none given in beam search."""
-    trees: dict[int, VerifiedTree] = field(default_factory=dict)
-    """The verified tree of each sequence, by its number; empty in beam search and where only the sequences are asked for."""
-    rested: bool = False
-    """True if nothing was drafted or verified since drafts would have cost more than they save, or to time such a step."""
+    @property
+    def drafted(self) -> int:
+        """The number of tokens drafted."""
+        return len(self.tokens) - 1
 
     @property
-    def seconds(self) -> float:
-        """Seconds of the whole pass."""
-        return self.draft + self.verify + self.host
+    def kept(self) -> int:
+        """The number of drafts that the backbone's picks confirmed, those past the end of the text included."""
+        return len(self.path) - 1
