@@ -20,10 +20,10 @@ from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.texts import Prompts, Texts
-from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, VerifiedTree
+from headstart.inference.engine.tree import CandidateTree, TreeShape, VerifiedTree
 from headstart.inference.engine.verify import accept, pick
-from headstart.inference.sources.source import Accepted, Draft, DraftScoring
-from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.policy import Policy
+from headstart.inference.sources.source import Accepted, DraftScoring, Rows
 from headstart.inference.steps import PARTS, Step
 
 PREFILL_POSITIONS = (16_384, 2048)
@@ -35,13 +35,13 @@ PADDING = 1024
 class Decoder:
     """Decodes the sequences of one call. Sequences being decoded are rows; each has a root: its last token, not yet read by the backbone.
 
-    ``speculation`` without sources: autoregressive decoding. ``shape`` None: adaptive trees. ``batch``: rows decoded at once.
+    ``policy`` without sources: autoregressive decoding. ``shape`` None: adaptive trees. ``batch``: rows decoded at once.
     """
 
     def __init__(
-        self, reader: Reader, speculation: Speculation, request: Request, shape: TreeShape | None, seeds_B: Tensor | None, batch: int
+        self, reader: Reader, policy: Policy, request: Request, shape: TreeShape | None, seeds_B: Tensor | None, batch: int
     ) -> None:
-        self.reader, self.speculation, self.request, self.shape, self.seeds_B = reader, speculation, request, shape, seeds_B
+        self.reader, self.policy, self.request, self.shape, self.seeds_B = reader, policy, request, shape, seeds_B
         self.prompts, self.batch, self.device = Prompts(request, reader), batch, request.ids_BT.device
         self.texts = Texts(request)
         self.noise = None if seeds_B is None else NoiseBuffer(reader.backbone.vocab, seeds_B)
@@ -52,7 +52,7 @@ class Decoder:
         """The rows whose sequences have ended, until others take their places or they are removed."""
         self.roots: list[int] = []
         self.cache: RaggedCache
-        speculation.start(seeds_B is not None)
+        policy.start(seeds_B is not None)
 
     def put(self, number: int, ids_T: Tensor, limit: int, seed: int) -> None:
         """Let another sequence wait: a prompt that ends at a length of ``limit``. ``number``: new, or that of one which has ended."""
@@ -79,10 +79,8 @@ class Decoder:
     def step(self, exact_times: bool = False) -> Step:
         """One decoding step of every row: draft, verify the tree in one forward pass, keep what the backbone picks, learn from it."""
         with Stopwatch(self.device if exact_times else None) as watch:
-            self.speculation.use_costs(self.cache.longest, self.reader.read.made)
-            draft = self._begun()
-            self.speculation.draft(draft)
-            tree = self.speculation.choose(draft)
+            draft = self.policy.draft(self._to_draft(), self.policy.costs.at(self.cache.longest, self.reader.read.made))
+            tree = self.policy.choose(draft)
             noise_BPV = self._noise(0, tree.height + 1)
             drafting = watch.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)
@@ -90,26 +88,25 @@ class Decoder:
             picks = pick(scores_BNV, self._noise_by_node(noise_BPV, tree)).tolist()
             verifying = watch.lap()
             paths = accept(tree, picks)
-            self.speculation.observe(draft, tree, logits_BNV)
             accepted = self._write(paths, picks, scores_BNV, logits_BNV, features)
             self._advance(paths, accepted)
-            self.speculation.learn(draft, tree, paths, picks)
+            draft = self.policy.learn(draft, tree, paths, picks, logits_BNV)
             host = watch.lap()
         if watch.valid:
-            self.speculation.time(draft, tree, paths, drafting + verifying + host)
+            self.policy.time(draft, tree, drafting + verifying + host)
         seconds = dict(zip(PARTS, (drafting, verifying, host), strict=True))
         rows = zip(accepted.sequences, tree.tokens, tree.parents, paths, strict=True)
         trees = {number: VerifiedTree(*row) for number, *row in rows}
         written = {number: len(tokens) for number, tokens in zip(trees, accepted.tokens, strict=True)}
-        return Step(written, tree.size, seconds, trees, bool(self.speculation.sources) and draft.rested)
+        return Step(written, tree.size, seconds, trees, bool(self.policy.sources) and draft.rested(tree))
 
     # Drafting.
 
-    def _begun(self) -> Draft:
-        """A draft of the roots alone."""
+    def _to_draft(self) -> Rows:
+        """The rows to draft for."""
         in_full = self.shape is not None and self.shape.chain
-        return Draft(
-            pools=[Pool(root) for root in self.roots],
+        return Rows(
+            roots=self.roots,
             remaining=[self.prompts.remaining(number, len(self.texts.of[number].written), in_full) for number in self.rows],
             sequences=self.rows,
             cache=self.cache,
@@ -149,7 +146,7 @@ class Decoder:
         if self.prompts.continued.cache is not None:
             self.prompts.continued.note(accepted.features)
         self.cache.keep(paths, list(map(len, paths)))
-        for source in self.speculation.sources:
+        for source in self.policy.sources:
             source.extend(accepted)
         self.over = [b for b, number in enumerate(self.rows) if self._leaves(number)]
 
@@ -207,7 +204,7 @@ class Decoder:
         going = [b for b in range(len(self.rows)) if b not in {*over}]
         self.over = [going.index(b) for b in self.over if b not in over]
         self.rows, self.roots = [self.rows[b] for b in going], [self.roots[b] for b in going]
-        for source in self.speculation.sources:
+        for source in self.policy.sources:
             source.select(going)
         if going:
             self.cache.select(going)
@@ -227,7 +224,7 @@ class Decoder:
             noise_B1V = gumbel(self.seeds_B[numbers], lengths_B1, self.reader.backbone.vocab)
         roots = pick(scores_B1V, noise_B1V)[:, 0].tolist()
         self._add(numbers, [[root] for root in roots], [[0]] * len(numbers), scores_B1V, logits_B1V)
-        self.speculation.begin(numbers)
+        self.policy.begin(numbers)
         self._place(numbers, roots, cache, features)
 
     def _place(self, numbers: list[int], roots: list[int], cache: RaggedCache, features: Features) -> None:
@@ -243,7 +240,7 @@ class Decoder:
             self.cache.join(cache)
         tokens = [[*self.prompts.tokens(number), root] for number, root in zip(numbers, roots, strict=True)]
         order = sorted(range(len(going) + len(numbers)), key=(going + places).__getitem__)  # of the rows that go on, then the new ones
-        for source in self.speculation.sources:
+        for source in self.policy.sources:
             if replaced:
                 source.select(going)
             source.join(numbers, tokens, features)

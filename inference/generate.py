@@ -175,12 +175,12 @@ class SpeculativeModel:
                 say_undeclared(name_of(processor))
         with turn(model), self.running():
             engine = self.engine(speculate and not request.in_order and bool(self.drafters or self.proposers))
-            with engine.speculation.beside(self._forced_source if speculate and request.processing.forces else None):
+            with engine.policy.beside(self._forced_source if speculate and request.processing.forces else None):
                 decoder: Decoder | BeamDecoder
                 if request.beams is not None:
                     decoder = engine.beams.decoder(request, shape, batch_size or len(request.ids_BT))
                 else:
-                    decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
+                    decoder = Decoder(engine.reader, engine.policy, request, shape, seeds_B, batch_size or len(input_ids))
                     self._forced.texts = decoder.texts
                 steps = []
                 while decoder.admit():

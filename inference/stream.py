@@ -82,7 +82,7 @@ def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Qu
         request, shape = _request(heads.backbone.device, queue), queue.settings.tree
         seeds_B = torch.zeros(queue.batch_size, dtype=torch.int64, device=heads.backbone.device) if request.sample else None
         fixed = shape if isinstance(shape, TreeShape) else None
-        decoder = Decoder(engine.reader, engine.speculation, request, fixed, seeds_B, queue.batch_size if together else 1)
+        decoder = Decoder(engine.reader, engine.policy, request, fixed, seeds_B, queue.batch_size if together else 1)
         rows = _Rows(decoder, take, queue)
         while live := rows.fill():
             forward = decoder.step() if decoder.admit() else None

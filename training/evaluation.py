@@ -172,7 +172,7 @@ def evaluate(
     drafter.eval()
     try:
         heads = SpeculativeModel(drafter.backbone, drafter, capture="off")  # captures would be made anew for every evaluation
-        learned = heads.engine(True).speculation.sources[0].by_mode[how.temperature > 0]
+        learned = heads.engine(True).policy.sources[0].by_mode[how.temperature > 0]
         steps = stream(heads, lambda: next(waiting, None), Queue(how, ROWS, end_tokens(drafter.backbone.model.generation_config)))
         with torch.random.fork_rng(devices), closing(steps):
             for step in steps:

@@ -11,8 +11,8 @@ Tree sizes to choose from and to measure, and numbers of rows by octave; there a
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -136,15 +136,17 @@ class CandidateTree:
     tokens: list[list[int]]
     parents: list[list[int]]
     """The parent of each node; 0 for the root."""
+    pooled: list[list[int]] = field(default_factory=list)
+    """The number of each node in its row's pool, if it is from one."""
 
     @staticmethod
-    def of(pools: list[Pool], kept: list[list[int]]) -> CandidateTree:
+    def of(pools: Sequence[Pool], kept: list[list[int]]) -> CandidateTree:
         """The tree of the ``kept`` nodes of each pool."""
         parents = []
         for pool, nodes in zip(pools, kept, strict=True):
             index = {node: i for i, node in enumerate(nodes)}
             parents.append([index[pool.parents[node]] for node in nodes])
-        return CandidateTree([[pool.tokens[node] for node in nodes] for pool, nodes in zip(pools, kept, strict=True)], parents)
+        return CandidateTree([[pool.tokens[node] for node in nodes] for pool, nodes in zip(pools, kept, strict=True)], parents, kept)
 
     @property
     def size(self) -> int:

@@ -122,8 +122,9 @@ def test_a_source_that_pauses_with_one_row_is_tried_with_eight(clock: SimulatedC
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
     of = SpeculativeModel(on, proposers=[Parrot(clock, truths, False, delay=5e-3)])
     say(of, rows, **OPTIONS)
-    policy = of.engine(True).speculation
-    assert [len(policy.active(None, count)) for count in (1, 2, 8)] == [0, 1, 1]
+    asked = of.proposers[0].asked
+    say(of, {"input_ids": rows["input_ids"].expand(8, -1)}, **OPTIONS | {"max_new_tokens": 2})
+    assert of.proposers[0].asked == asked + 8
 
 
 @pytest.mark.matrix(cells=1)
