@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.recurrent import Added
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
@@ -83,13 +84,13 @@ class Decoder:
             tree = self.policy.choose(draft)
             noise_BPV = self._noise(0, tree.height + 1)
             drafting = watch.lap()
-            features, logits_BNV = self.reader.tree(self.cache, tree)
+            features, logits_BNV, added = self.reader.tree(self.cache, tree)
             scores_BNV = self._scores(logits_BNV, self.rows, tree)
             picks = pick(scores_BNV, self._noise_by_node(noise_BPV, tree)).tolist()
             verifying = watch.lap()
             paths = accept(tree, picks)
             accepted = self._write(paths, picks, scores_BNV, logits_BNV, features)
-            self._advance(paths, accepted)
+            self._advance(paths, added, accepted)
             draft = self.policy.learn(draft, tree, paths, picks, logits_BNV)
             host = watch.lap()
         if watch.valid:
@@ -141,11 +142,11 @@ class Decoder:
         self.roots = self.texts.ids_BT[:, -1].tolist() if self.request.in_order else [run[-1] for run in runs]
         return Accepted(self.rows, written, paths, features)
 
-    def _advance(self, paths: list[list[int]], accepted: Accepted) -> None:
+    def _advance(self, paths: list[list[int]], added: Added | None, accepted: Accepted) -> None:
         """Keep the accepted paths."""
         if self.prompts.continued.cache is not None:
             self.prompts.continued.note(accepted.features)
-        self.cache.keep(paths, list(map(len, paths)))
+        self.cache.keep(paths, added)
         for source in self.policy.sources:
             source.extend(accepted)
         self.over = [b for b, number in enumerate(self.rows) if self._leaves(number)]

@@ -266,7 +266,7 @@ class BeamDecoder:
             kept, row.last = row.trie.keep(made.last, [beam.tokens[-1] for beam in row.search.running])
             paths.append(kept)
         self.drafting.keep([path[len(path) - row.trie.verified :] for path, row in zip(paths, self.rows, strict=True)])
-        self.cache.keep(paths, [len(path) for path in paths])
+        self.cache.keep(paths)
         self.cache.lengths_B = torch.tensor([row.trie.shared for row in self.rows], device=self.device)
         self._leave()
         return steps
