@@ -23,7 +23,8 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.inference.bench.systems import Continuations, System
-from headstart.inference.measure import Settings, Tally
+from headstart.inference.measure import Settings
+from headstart.inference.steps import PARTS, Tally
 from headstart.support.errors import UserError, cause
 
 VLLM, LLAMA = "vllm", "llama.cpp"
@@ -100,11 +101,11 @@ def counts(found: dict[str, Any]) -> Tally:
     emitted = tokens - len(found["texts"])
     row_passes = max(emitted - accepted, 1 if emitted else 0)
     passes = -(-row_passes // len(found["texts"]))
-    known = found["decoding"] is not None
+    seconds = dict.fromkeys(PARTS, 0.0) | {"verify": found["decoding"] or 0.0}
     return Tally(
-        tokens=tokens, passes=passes, reads=passes + 1, row_passes=row_passes, emitted=emitted, kept=found["accepted"],
+        texts=len(found["texts"]), prefills=1, passes=passes, row_passes=row_passes, emitted=emitted, kept=found["accepted"],
         drafts=row_passes if found["accepted"] else 0, accepted=found["accepted"],
-        decoded=emitted if known else 0, decoding=found["decoding"] if known else 0.0,
+        decoded=0 if found["decoding"] is None else emitted, seconds=seconds,
     )  # fmt: skip
 
 

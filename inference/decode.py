@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.recurrent import Added
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.texts import Prompts, Texts
-from headstart.inference.engine.tree import CandidateTree, Pass, Pool, TreeShape, VerifiedTree
+from headstart.inference.engine.tree import CandidateTree, TreeShape, VerifiedTree
 from headstart.inference.engine.verify import accept, pick
-from headstart.inference.sources.source import Accepted, Draft, DraftScoring
-from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.policy import Policy
+from headstart.inference.sources.source import Accepted, DraftScoring, Rows
+from headstart.inference.steps import PARTS, Step
 
 PREFILL_POSITIONS = (16_384, 2048)
 """Positions of a prefill of several prompts, padding included, on an accelerator and on a CPU: more take memory and bring no speed."""
@@ -34,13 +36,13 @@ PADDING = 1024
 class Decoder:
     """Decodes the sequences of one call. Sequences being decoded are rows; each has a root: its last token, not yet read by the backbone.
 
-    ``speculation`` without sources: autoregressive decoding. ``shape`` None: adaptive trees. ``batch``: rows decoded at once.
+    ``policy`` without sources: autoregressive decoding. ``shape`` None: adaptive trees. ``batch``: rows decoded at once.
     """
 
     def __init__(
-        self, reader: Reader, speculation: Speculation, request: Request, shape: TreeShape | None, seeds_B: Tensor | None, batch: int
+        self, reader: Reader, policy: Policy, request: Request, shape: TreeShape | None, seeds_B: Tensor | None, batch: int
     ) -> None:
-        self.reader, self.speculation, self.request, self.shape, self.seeds_B = reader, speculation, request, shape, seeds_B
+        self.reader, self.policy, self.request, self.shape, self.seeds_B = reader, policy, request, shape, seeds_B
         self.prompts, self.batch, self.device = Prompts(request, reader), batch, request.ids_BT.device
         self.texts = Texts(request)
         self.noise = None if seeds_B is None else NoiseBuffer(reader.backbone.vocab, seeds_B)
@@ -51,9 +53,7 @@ class Decoder:
         """The rows whose sequences have ended, until others take their places or they are removed."""
         self.roots: list[int] = []
         self.cache: RaggedCache
-        self.tree: CandidateTree
-        """The candidates of the last step."""
-        speculation.start(seeds_B is not None)
+        policy.start(seeds_B is not None)
 
     def put(self, number: int, ids_T: Tensor, limit: int, seed: int) -> None:
         """Let another sequence wait: a prompt that ends at a length of ``limit``. ``number``: new, or that of one which has ended."""
@@ -72,51 +72,42 @@ class Decoder:
         texts = self.texts.of.values()
         return [text.scores for text in texts], [text.logits for text in texts]
 
-    def run(self, exact_times: bool = False) -> Iterator[Pass]:
+    def run(self, exact_times: bool = False) -> Iterator[Step]:
         """Make decoding steps until every sequence has ended."""
         while self.admit():
             yield self.step(exact_times)
 
-    def step(self, exact_times: bool = False) -> Pass:
+    def step(self, exact_times: bool = False) -> Step:
         """One decoding step of every row: draft, verify the tree in one forward pass, keep what the backbone picks, learn from it."""
         with Stopwatch(self.device if exact_times else None) as watch:
-            self.speculation.use_costs(self.cache.longest, self.reader.read.made)
-            draft = self._begun()
-            self.speculation.draft(draft)
-            tree = self.speculation.choose(draft)
+            draft = self.policy.draft(self._to_draft(), self.policy.costs.at(self.cache.longest, self.reader.read.made))
+            tree = self.policy.choose(draft)
             noise_BPV = self._noise(0, tree.height + 1)
-            self.tree, drafting = tree, watch.lap()
-            features, logits_BNV = self.reader.tree(self.cache, tree)
+            drafting = watch.lap()
+            features, logits_BNV, added = self.reader.tree(self.cache, tree)
             scores_BNV = self._scores(logits_BNV, self.rows, tree)
             picks = pick(scores_BNV, self._noise_by_node(noise_BPV, tree)).tolist()
             verifying = watch.lap()
             paths = accept(tree, picks)
-            self.speculation.observe(draft, tree, logits_BNV)
             accepted = self._write(paths, picks, scores_BNV, logits_BNV, features)
-            self._advance(paths, accepted)
-            self.speculation.learn(draft, tree, paths, picks)
+            self._advance(paths, added, accepted)
+            draft = self.policy.learn(draft, tree, paths, picks, logits_BNV)
             host = watch.lap()
         if watch.valid:
-            self.speculation.time(draft, tree, paths, drafting + verifying + host)
-        numbers = accepted.sequences
-        written = dict(zip(numbers, map(len, accepted.tokens), strict=True))
-        # Without the root.
-        kept, drafted = ({n: len(nodes) - 1 for n, nodes in zip(numbers, of, strict=True)} for of in (paths, tree.tokens))
-        trees = self._trees(accepted.sequences, tree, paths) if self.request.dictionary else {}
-        rested = bool(self.speculation.sources) and draft.rested
-        return Pass(written, tree.size, drafting, verifying, host, kept, drafted, trees, rested)
-
-    @staticmethod
-    def _trees(numbers: list[int], tree: CandidateTree, paths: list[list[int]]) -> dict[int, VerifiedTree]:
-        return {number: VerifiedTree(*row) for number, *row in zip(numbers, tree.tokens, tree.parents, paths, strict=True)}
+            self.policy.time(draft, tree, drafting + verifying + host)
+        seconds = dict(zip(PARTS, (drafting, verifying, host), strict=True))
+        rows = zip(accepted.sequences, tree.tokens, tree.parents, paths, strict=True)
+        trees = {number: VerifiedTree(*row) for number, *row in rows}
+        written = {number: len(tokens) for number, tokens in zip(trees, accepted.tokens, strict=True)}
+        return Step(written, tree.size, seconds, trees, bool(self.policy.sources) and draft.rested(tree))
 
     # Drafting.
 
-    def _begun(self) -> Draft:
-        """A draft of the roots alone."""
+    def _to_draft(self) -> Rows:
+        """The rows to draft for."""
         in_full = self.shape is not None and self.shape.chain
-        return Draft(
-            pools=[Pool(root) for root in self.roots],
+        return Rows(
+            roots=self.roots,
             remaining=[self.prompts.remaining(number, len(self.texts.of[number].written), in_full) for number in self.rows],
             sequences=self.rows,
             cache=self.cache,
@@ -151,12 +142,12 @@ class Decoder:
         self.roots = self.texts.ids_BT[:, -1].tolist() if self.request.in_order else [run[-1] for run in runs]
         return Accepted(self.rows, written, paths, features)
 
-    def _advance(self, paths: list[list[int]], accepted: Accepted) -> None:
+    def _advance(self, paths: list[list[int]], added: Added | None, accepted: Accepted) -> None:
         """Keep the accepted paths."""
         if self.prompts.continued.cache is not None:
             self.prompts.continued.note(accepted.features)
-        self.cache.keep(paths, list(map(len, paths)))
-        for source in self.speculation.sources:
+        self.cache.keep(paths, added)
+        for source in self.policy.sources:
             source.extend(accepted)
         self.over = [b for b, number in enumerate(self.rows) if self._leaves(number)]
 
@@ -214,7 +205,7 @@ class Decoder:
         going = [b for b in range(len(self.rows)) if b not in {*over}]
         self.over = [going.index(b) for b in self.over if b not in over]
         self.rows, self.roots = [self.rows[b] for b in going], [self.roots[b] for b in going]
-        for source in self.speculation.sources:
+        for source in self.policy.sources:
             source.select(going)
         if going:
             self.cache.select(going)
@@ -234,7 +225,7 @@ class Decoder:
             noise_B1V = gumbel(self.seeds_B[numbers], lengths_B1, self.reader.backbone.vocab)
         roots = pick(scores_B1V, noise_B1V)[:, 0].tolist()
         self._add(numbers, [[root] for root in roots], [[0]] * len(numbers), scores_B1V, logits_B1V)
-        self.speculation.begin(numbers)
+        self.policy.begin(numbers)
         self._place(numbers, roots, cache, features)
 
     def _place(self, numbers: list[int], roots: list[int], cache: RaggedCache, features: Features) -> None:
@@ -250,7 +241,7 @@ class Decoder:
             self.cache.join(cache)
         tokens = [[*self.prompts.tokens(number), root] for number, root in zip(numbers, roots, strict=True)]
         order = sorted(range(len(going) + len(numbers)), key=(going + places).__getitem__)  # of the rows that go on, then the new ones
-        for source in self.speculation.sources:
+        for source in self.policy.sources:
             if replaced:
                 source.select(going)
             source.join(numbers, tokens, features)

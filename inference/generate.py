@@ -175,16 +175,17 @@ class SpeculativeModel:
                 say_undeclared(name_of(processor))
         with turn(model), self.running():
             engine = self.engine(speculate and not request.in_order and bool(self.drafters or self.proposers))
-            with engine.speculation.beside(self._forced_source if speculate and request.processing.forces else None):
+            with engine.policy.beside(self._forced_source if speculate and request.processing.forces else None):
                 decoder: Decoder | BeamDecoder
                 if request.beams is not None:
                     decoder = engine.beams.decoder(request, shape, batch_size or len(request.ids_BT))
                 else:
-                    decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
+                    decoder = Decoder(engine.reader, engine.policy, request, shape, seeds_B, batch_size or len(input_ids))
                     self._forced.texts = decoder.texts
-                passes = []
+                steps = []
                 while decoder.admit():
-                    passes.append(decoder.step(timed))
+                    step = decoder.step(timed)
+                    steps += [step] if request.dictionary else []
             if request.processing.forked:
                 request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])  # type: ignore[union-attr]
             if isinstance(decoder, Decoder):
@@ -192,7 +193,7 @@ class SpeculativeModel:
                 decoder.prompts.continued.fill(decoder.texts.of[0].ids_T, decoder.cache)
         if streamer is not None:
             streamer.end()
-        return output_of(decoder, passes, request) if request.dictionary else decoder.sequences()
+        return output_of(decoder, steps, request) if request.dictionary else decoder.sequences()
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -27,11 +27,11 @@ from headstart.inference.capture.plugin import Collect
 from headstart.inference.capture.watch import HOOKED, hooks, sample_of
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.reader import Reader
+from headstart.inference.policy import Policy
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import Source
-from headstart.inference.speculation.speculation import Speculation
 
 if TYPE_CHECKING:
     from headstart.inference.beam.beam import Beams
@@ -135,7 +135,7 @@ class Engine:
         self._sample = sample_of(self.modules) if copies else None
         sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]  # first: a drafter may rest where they are sure
         sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
-        self.speculation = Speculation(sources, self.capturer.fixed)
+        self.policy = Policy(sources, self.capturer.fixed)
         for source in sources if heads.drafter is not None else []:
             if isinstance(source, DrafterSource) and source.drafter is heads.drafter:
                 source.by_mode |= {sampled: Acceptance.from_json(stored) for sampled, stored in heads.measured.items()}
@@ -149,7 +149,7 @@ class Engine:
         if self._beams is None:
             from headstart.inference.beam.beam import Beams
 
-            self._beams = Beams(self.reader, self.speculation)
+            self._beams = Beams(self.reader, self.policy)
         return self._beams
 
     @property

@@ -91,7 +91,7 @@ def show(output: GenerateOutput, tokenizer: PreTrainedTokenizerBase, row: int = 
     ``output``: of ``model.generate(..., custom_generate=heads.generate, return_dict_in_generate=True)``, without beams.
     Raises UserError for another output and for a row that it does not have.
     """
-    if not isinstance(output, GenerateOutput) or output.trees is None or output.accept_lengths is None:
+    if not isinstance(output, GenerateOutput) or output.trees is None:
         raise UserError("nothing to show: give the output of heads.generate with return_dict_in_generate=True, without beams")
     if not 0 <= row < len(output.trees):
         raise UserError(f"there is no row {row}; the output has {len(output.trees)}")

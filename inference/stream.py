@@ -21,10 +21,11 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request, require_memory, require_side
-from headstart.inference.engine.tree import Pass, TreeShape
+from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.handover import turn
 from headstart.inference.measure import Settings
+from headstart.inference.steps import Step
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Step:
+class Progress:
     """A decoding step: the number of tokens written after each prompt being continued (those of the prefill apart), and what has ended."""
 
     written: list[tuple[Prompt, int]]
     ended: list[Ended]
-    forward: Pass | None
+    forward: Step | None
     """The forward pass; None if all prompts that were taken ended with their first token."""
 
 
@@ -68,7 +69,7 @@ class Queue:
 
 
 @torch.no_grad()
-def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Queue) -> Generator[Step]:
+def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Queue) -> Generator[Progress]:
     """Continue prompts until there are no more, ``batch_size`` at a time.
 
     ``take`` returns the next prompt, or None if there is none for the time being: it is called again after each step, so a prompt may
@@ -81,13 +82,13 @@ def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Qu
         request, shape = _request(heads.backbone.device, queue), queue.settings.tree
         seeds_B = torch.zeros(queue.batch_size, dtype=torch.int64, device=heads.backbone.device) if request.sample else None
         fixed = shape if isinstance(shape, TreeShape) else None
-        decoder = Decoder(engine.reader, engine.speculation, request, fixed, seeds_B, queue.batch_size if together else 1)
+        decoder = Decoder(engine.reader, engine.policy, request, fixed, seeds_B, queue.batch_size if together else 1)
         rows = _Rows(decoder, take, queue)
         while live := rows.fill():
             forward = decoder.step() if decoder.admit() else None
             written = [] if forward is None else [(live[number], tokens) for number, tokens in forward.written.items()]
             over = [number for number in live if decoder.texts.of[number].ended]
-            yield Step(written, [Ended(live.pop(number), decoder.texts.of[number].written) for number in over], forward)
+            yield Progress(written, [Ended(live.pop(number), decoder.texts.of[number].written) for number in over], forward)
 
 
 class _Rows:

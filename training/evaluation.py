@@ -25,7 +25,8 @@ from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, Tally
+from headstart.inference.measure import Settings
+from headstart.inference.steps import Tally
 from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.errors import cause
 from headstart.support.terminal import progress
@@ -171,7 +172,7 @@ def evaluate(
     drafter.eval()
     try:
         heads = SpeculativeModel(drafter.backbone, drafter, capture="off")  # captures would be made anew for every evaluation
-        learned = heads.engine(True).speculation.sources[0].by_mode[how.temperature > 0]
+        learned = heads.engine(True).policy.sources[0].by_mode[how.temperature > 0]
         steps = stream(heads, lambda: next(waiting, None), Queue(how, ROWS, end_tokens(drafter.backbone.model.generation_config)))
         with torch.random.fork_rng(devices), closing(steps):
             for step in steps:
@@ -179,7 +180,7 @@ def evaluate(
                     runs[prompt.key].append(written)
                 texts |= {ended.prompt.key: ended.tokens for ended in step.ended}
                 if step.forward is not None:
-                    tally.add_pass(step.forward)
+                    tally.add(step.forward)
                 if over(tally.emitted):
                     break
     finally:

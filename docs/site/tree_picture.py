@@ -143,7 +143,7 @@ def main() -> None:
     passes: list[tuple[VerifiedTree, int]] = []
     for prompt in read_prompts(args.prompts, Prompter(tokenizer), args.limit):
         output = continue_text(heads, prompt.ids_T, settings, 0)
-        assert output.trees is not None and output.accept_lengths is not None
+        assert output.trees is not None
         place = len(prompt.ids_T)
         for tree, written in zip(output.trees[0], output.accept_lengths[0], strict=True):
             place += written

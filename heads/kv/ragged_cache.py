@@ -57,8 +57,6 @@ class RaggedCache:
         self.keys = tuple(torch.stack([there[i][0] for i in group]) for group in self.groups)
         self.values = tuple(torch.stack([there[i][1] for i in group]) for group in self.groups)
         self.states, self.memory = states, memory
-        self.added: Added | None = None
-        """The contributions of the last pass's nodes to the states."""
         self.lengths_B = lengths_B
         self._lengths: list[int] = lengths_B.tolist()  # on the host too: reading from the device would wait for it
 
@@ -103,22 +101,21 @@ class RaggedCache:
         """The store without the rows that pad it."""
         return store.narrow(dim, 0, len(self._lengths))
 
-    def keep(self, paths: list[list[int]], counts: list[int]) -> None:
-        """Append the first ``counts[b]`` nodes of ``paths[b]`` to row b: move their keys and values to its end."""
-        moved = [path[:count] for path, count in zip(paths, counts, strict=True)]
-        if any(path != list(range(len(path))) for path in moved):
-            longest = max(map(len, moved))
+    def keep(self, paths: list[list[int]], added: Added | None = None) -> None:
+        """Append the nodes ``paths[b]`` to row b: move their keys and values to its end. ``added``: see `Reader.tree`."""
+        counts = list(map(len, paths))
+        if any(path != list(range(len(path))) for path in paths):
+            longest = max(counts)
             device = self.lengths_B.device
-            path_BP = torch.tensor([path + list(range(len(path), longest)) for path in moved], device=device)
+            path_BP = torch.tensor([path + list(range(len(path), longest)) for path in paths], device=device)
             source_BP = self.lengths_B[:, None] + path_BP
             target_BP = self.lengths_B[:, None] + torch.arange(longest, device=device)
             for store in (*self.keys, *self.values):
                 move(store, source_BP, target_BP)
         if self.states is not None:
-            assert self.added is not None
-            last_B = torch.tensor([path[-1] for path in moved], device=self.lengths_B.device)
-            self.states.overwrite(self.states.behind(self.added, pad_rows(last_B, len(self.added.seen_BNM))))
-            self.added = None
+            assert added is not None
+            last_B = torch.tensor([path[-1] for path in paths], device=self.lengths_B.device)
+            self.states.overwrite(self.states.behind(added, pad_rows(last_B, len(added.seen_BNM))))
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         self.lengths_B = self.lengths_B + (counts[0] if len({*counts}) == 1 else torch.tensor(counts, device=self.lengths_B.device))
 

@@ -17,7 +17,8 @@ from headstart.chat.prompts import Message, Prompter
 from headstart.heads.backbone.versions import CACHE
 from headstart.inference.engine.request import context_of
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, Tally, continue_text, said
+from headstart.inference.measure import Settings, continue_text, said
+from headstart.inference.steps import Tally
 from headstart.support.errors import UserError
 from headstart.support.text import TokenTextStream, not_utf8, visible
 
@@ -81,7 +82,7 @@ class Chat:
         stopped = False
         try:
             seed, given = self.seed + len(self.answers), {"logits_processor": self.processors, CACHE: self.cache}
-            tally.add(continue_text(self.heads, prompt_T, settings, seed, streamer=painter, **given))
+            tally = continue_text(self.heads, prompt_T, settings, seed, streamer=painter, **given).tally
         except KeyboardInterrupt:
             painter.end()
             stopped = True

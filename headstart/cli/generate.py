@@ -13,7 +13,7 @@ from headstart.support.errors import UserError, waiting
 from headstart.support.text import read_input, read_text
 
 if TYPE_CHECKING:
-    from headstart.inference.measure import Tally
+    from headstart.inference.steps import Tally
 
 CAPTURED = {"compile": "compiled", "trace": "traced", "cuda-graph": "recorded", "off": "uncaptured"}
 GENERATE_EXAMPLE = """examples:
@@ -38,7 +38,7 @@ def generate(args: argparse.Namespace) -> int:
     with waiting("importing torch and transformers"):
         from headstart.cli.loading import SafeStreamer, backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
         from headstart.inference.engine.request import require_room
-        from headstart.inference.measure import Tally, continue_texts, said
+        from headstart.inference.measure import continue_texts, said
         from headstart.support.files import write_json
 
     text = _prompt(args.prompt, args.file)
@@ -59,7 +59,7 @@ def generate(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"backbone": name, "heads": None if args.no_draft else args.heads, "temperature": args.temperature}
     report["seed"] = seed if args.temperature > 0 else None
     report["text"] = tokenizer.decode(output.sequences[0, len(prompt_T) :], skip_special_tokens=True)
-    (tally := Tally()).add(output)
+    tally = output.tally
     report |= {"prompt_tokens": len(prompt_T), **_statistics(tally, seconds), "capture": output.capture}
     write_json(args.json, report)
     seed = f", seed {report['seed']}" if args.temperature > 0 else ""

@@ -177,7 +177,6 @@ def written(backbone: Backbone) -> list[Tensor]:
             SpeculativeModel(backbone), prompts, Settings(WRITTEN, temperature=1.0), list(range(PROMPTS)), speculate=False
         )
         bar.update(PROMPTS)
-    assert output.accept_lengths is not None
     found = [row_T[: 2 + sum(lengths)].cpu() for row_T, lengths in zip(output.sequences, output.accept_lengths, strict=True)]
     ends = end_tokens(backbone.model.generation_config)
     usable = [row_T for row_T in found if int(row_T[-1]) not in ends]

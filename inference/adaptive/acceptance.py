@@ -1,9 +1,10 @@
 """What a source's drafts are worth: acceptance by score and depth over all texts, and how far the present text is off.
 
-Three estimates, from slow to fast. A `Calibration` maps scores to probabilities by depth; it is kept in the checkpoint.
-A text's `Offset` is added to the log-odds of every draft in it: texts differ more than depths do, so one number, learned
-from all of a text's drafts, is right after a few steps (a logistic model with a random effect of the text). `Acceptance.levels` are the
-acceptance rates by depth and rank of recent drafts, from which the next draft's are expected before it is made.
+A score is the log of a source's own estimate. Sources are over- or under-confident to different degrees at each depth, so a `Table` for
+each depth maps scores to probabilities; they are kept in the checkpoint. A text's `Offset` is added to the log-odds of every draft in it:
+texts differ more than depths do, so one number, learned from all of a text's drafts, is right after a few steps (a logistic model with a
+random effect of the text). `Acceptance.levels` are the acceptance rates by depth and rank of recent drafts, from which the next draft's
+are expected before it is made.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from headstart.inference.adaptive.calibration import Calibration
 from headstart.inference.engine.tree import MAX_PROB, Pool
 
+LOW_ODDS, HIGH_ODDS, BINS = -6.0, 6.0, 13
+"""Range and number of a table's entries, in log-odds of the estimate."""
+PRIOR = 8.0
+"""Weight of the estimate itself, in observations."""
+HORIZON = 400.0
+"""Approximate number of observations that an entry remembers."""
+MAX_TRIALS = 1e9
+"""Trials in a file are fewer."""
+LAST_TABLE = 7
+"""Depths from this one on share a table."""
 FIRST = 0.6
 """The acceptance rate of a depth before any draft of it."""
 TEXT_SPREAD = 1.2
@@ -27,8 +37,6 @@ FOLLOW = 0.04
 """Weight of a step's offset in the mean of the texts, from which the next text starts."""
 DRAFTS = 0.1
 """Weight of the last draft in the acceptance rates by depth and rank."""
-CAUTION = 0.3
-"""Standard deviations of a text's offset by which drafts are expected to be worse than its mean says, before they are made."""
 LEAST_INFORMATION = 0.1
 """Precision that a draft adds at least, however sure its outcome was."""
 MOST_OFFSET = 6.0
@@ -44,6 +52,45 @@ def shifted(prob: float, offset: float) -> float:
     return 1 / (1 + (1 / max(prob, 1e-9) - 1) * math.exp(-offset)) if offset else prob
 
 
+class Table:
+    """How often drafts were picked, by bins of the score's log-odds: the identity at first, interpolated, and slowly forgotten."""
+
+    def __init__(self, hits: list[float] | None = None, trials: list[float] | None = None) -> None:
+        self.hits, self.trials = hits or [0.0] * BINS, trials or [0.0] * BINS
+
+    def prob(self, score: float) -> float:
+        """The acceptance probability of nodes with this score."""
+        return sum(weight * self._entry(i) for i, weight in _bins(score))
+
+    def _entry(self, i: int) -> float:
+        estimate = shifted(0.5, LOW_ODDS + i * (HIGH_ODDS - LOW_ODDS) / (BINS - 1))
+        return (self.hits[i] + PRIOR * estimate) / (self.trials[i] + PRIOR)
+
+    def learn(self, score: float, hit: bool) -> None:
+        """Record that a node with this score was verified."""
+        for i, weight in _bins(score):
+            keep = 1 - weight / HORIZON
+            self.hits[i] = keep * self.hits[i] + weight * hit
+            self.trials[i] = keep * self.trials[i] + weight
+
+    @staticmethod
+    def from_json(stored: dict[str, Any]) -> Table:
+        """Raises ValueError, TypeError or KeyError unless it is what `Acceptance.to_json` wrote."""
+        hits, trials = ([float(value) for value in stored[name]] for name in ("hits", "trials"))
+        possible = all(0 <= hit <= trial + 0.01 < MAX_TRIALS for hit, trial in zip(hits, trials, strict=False))
+        if not len(hits) == len(trials) == BINS or not possible:
+            raise ValueError(f"a table has {BINS} hits and trials, no more hits than trials; got {str(stored)[:60]}")
+        return Table(hits, trials)
+
+
+def _bins(score: float) -> tuple[tuple[int, float], tuple[int, float]]:
+    """The entries below and above a score, and their weights."""
+    odds = score - math.log(-math.expm1(min(score, -1e-6))) if score > -30 else score
+    place = (min(max(odds, LOW_ODDS), HIGH_ODDS) - LOW_ODDS) / (HIGH_ODDS - LOW_ODDS) * (BINS - 1)
+    i = min(int(place), BINS - 2)
+    return (i, 1 - (place - i)), (i + 1, place - i)
+
+
 @dataclass
 class Offset:
     """The log-odds by which a text's drafts are more likely than their scores say: mean and precision of a normal distribution."""
@@ -56,11 +103,6 @@ class Offset:
         self.precision += max(prob * (1 - prob), LEAST_INFORMATION)
         self.mean = min(max(self.mean + (hit - prob) / self.precision, -MOST_OFFSET), MOST_OFFSET)
 
-    @property
-    def low(self) -> float:
-        """The mean less a part of the standard deviation: drafts that do not pay cost more than a few that are left out."""
-        return self.mean - CAUTION / math.sqrt(self.precision)
-
     def fade(self) -> None:
         """Let a step pass."""
         self.precision += (TEXT_SPREAD**-2 - self.precision) / MEMORY
@@ -70,7 +112,7 @@ class Offset:
 class Acceptance:
     """The estimates of one source, for greedy or for sampled decoding."""
 
-    calibration: Calibration = field(default_factory=Calibration)
+    tables: list[Table] = field(default_factory=lambda: [Table() for _ in range(LAST_TABLE + 1)])
     levels: list[list[float]] = field(default_factory=list)
     """For each depth, the share of its parents' probability that its drafts have, by rank in the level, in a text of offset 0."""
     drafts: int = 0
@@ -80,20 +122,23 @@ class Acceptance:
     texts: dict[int, Offset] = field(default_factory=dict)
     """Offsets by the numbers of the sequences being decoded."""
 
+    def table(self, depth: int) -> Table:
+        return self.tables[min(depth, LAST_TABLE)]
+
     def offset(self, sequence: int) -> Offset:
         """The offset of a sequence; of a new one the mean of those before."""
         return self.texts.setdefault(sequence, Offset(self.mean))
 
     def prob(self, sequence: int, depth: int, score: float) -> float:
         """The probability that a draft with this score is the pick, given that its parent is accepted."""
-        return shifted(self.calibration.table(depth).prob(score), self.offset(sequence).mean)
+        return shifted(self.table(depth).prob(score), self.offset(sequence).mean)
 
     def expected(self, depths: int, sequences: Sequence[int]) -> list[list[float]]:
         """The path probabilities of the next draft's nodes, by depth, in a text such as the mean of these sequences.
 
         Depths that were never drafted are taken to be accepted as the last one that was.
         """
-        offset = sum(self.offset(sequence).low for sequence in sequences) / max(len(sequences), 1)
+        offset = sum(self.offset(sequence).mean for sequence in sequences) / max(len(sequences), 1)
         mass, levels = 1.0, []
         for depth in range(depths):
             level = self.levels[min(depth, len(self.levels) - 1)] if self.levels else [FIRST]
@@ -103,37 +148,36 @@ class Acceptance:
             mass = sum(levels[-1])
         return levels
 
-    def learn(self, pool: Pool, sequence: int, source: object, accepted: dict[int, int]) -> None:
-        """Learn from a verified row. ``accepted``: the pick at each accepted node of the pool."""
-        offset = self.offset(sequence)
+    def learn(self, pool: Pool, source: object, sequence: int, depths: int, accepted: dict[int, int]) -> None:
+        """Learn from a verified row, of which the source drafted so many depths. ``accepted``: the pick at each accepted node."""
+        offset, paths, levels = self.offset(sequence), {0: 1.0}, [list[float]() for _ in range(depths)]
         for proposal in pool.proposals:
-            parent = pool.parents[proposal.node]
-            if proposal.source is source and parent in accepted:
-                depth, hit = pool.levels[parent], pool.tokens[proposal.node] == accepted[parent]
+            node, parent = proposal.node, pool.parents[proposal.node]
+            depth, table = pool.levels[parent], self.table(pool.levels[parent])
+            if proposal.source is not source:
+                continue
+            if parent in paths and depth < depths:
+                paths[node] = paths[parent] * table.prob(proposal.score)
+                levels[depth].append(paths[node])
+            if parent in accepted:
+                hit = pool.tokens[node] == accepted[parent]
                 offset.learn(min(self.prob(sequence, depth, proposal.score), MAX_PROB), hit)
-                self.calibration.table(depth).learn(proposal.score, hit)
+                table.learn(proposal.score, hit)
         self.mean += FOLLOW * (offset.mean - self.mean)
+        self._note(levels)
 
-    def note(self, pool: Pool, source: object, depths: int) -> None:
-        """Take a draft into the acceptance rates by depth and rank. ``depths``: how many were drafted."""
-        paths, levels = {0: 1.0}, [list[float]() for _ in range(depths)]
-        for proposal in pool.proposals:
-            depth, above = pool.levels[proposal.node] - 1, paths.get(pool.parents[proposal.node])
-            if proposal.source is source and above is not None and depth < depths:
-                paths[proposal.node] = above * self.calibration.table(depth).prob(proposal.score)
-                levels[depth].append(paths[proposal.node])
+    def _note(self, levels: list[list[float]]) -> None:
+        """Take the path probabilities of a draft's levels into the acceptance rates."""
         mass, weight = 1.0, max(1 / (self.drafts + 1), DRAFTS)
         self.drafts += 1
         for depth, level in enumerate(levels):
             total = sum(level)
-            self._take(depth, [prob * min(1 / mass, MAX_PROB / total) for prob in sorted(level, reverse=True)], weight)
+            shares = [prob * min(1 / mass, MAX_PROB / total) for prob in sorted(level, reverse=True)]
+            known = self.levels[depth] if depth < len(self.levels) else shares
+            self.levels[depth : depth + 1] = [[old + weight * (new - old) for old, new in zip_longest(known, shares, fillvalue=0.0)]]
             mass = min(total, MAX_PROB * mass)
             if mass < LEAST_MASS:
                 break
-
-    def _take(self, depth: int, level: list[float], weight: float) -> None:
-        known = self.levels[depth] if depth < len(self.levels) else level
-        self.levels[depth : depth + 1] = [[old + weight * (new - old) for old, new in zip_longest(known, level, fillvalue=0.0)]]
 
     def pass_by(self) -> None:
         """Let a step pass."""
@@ -142,8 +186,9 @@ class Acceptance:
 
     def to_json(self) -> dict[str, Any]:
         """What holds for any text, as stored in a checkpoint; `from_json` is the inverse."""
-        levels = [[round(share, 4) for share in level] for level in self.levels]
-        return {"levels": levels, "calibration": self.calibration.to_json()}
+        counts = [{"hits": table.hits, "trials": table.trials} for table in self.tables]
+        tables = [{"depth": i, **{name: [round(count, 2) for count in row] for name, row in one.items()}} for i, one in enumerate(counts)]
+        return {"levels": [[round(share, 4) for share in level] for level in self.levels], "calibration": tables}
 
     @staticmethod
     def from_json(stored: dict[str, Any]) -> Acceptance:
@@ -151,4 +196,5 @@ class Acceptance:
         levels = [[float(share) for share in level] for level in stored["levels"]]
         if not all(0 <= share <= 1 for level in levels for share in level):
             raise ValueError(f"acceptance rates lie between 0 and 1; got {str(levels)[:60]}")
-        return Acceptance(Calibration.from_json(stored["calibration"]), levels, STORED_DRAFTS)
+        tables = [Table.from_json(table) for table in stored["calibration"]][: LAST_TABLE + 1]
+        return Acceptance(tables + [Table() for _ in range(LAST_TABLE + 1 - len(tables))], levels, STORED_DRAFTS)

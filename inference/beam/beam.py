@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.inference.adaptive.latency import PASS, Costs
 from headstart.inference.beam.drafts import HOST_PART, Drafting, Drafts, Path, RowBeams
 from headstart.inference.beam.search import Breadth, Search, Steps
 from headstart.inference.beam.trie import BeamTrie, TopK, read_tries
@@ -26,22 +27,23 @@ from headstart.inference.engine.processing import History
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import BeamRules, Request
 from headstart.inference.engine.texts import Prompts
-from headstart.inference.engine.tree import Pass, TreeShape
-from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.policy import Policy
+from headstart.inference.steps import PARTS, Step
 from headstart.support.errors import UserError
 
 
 class Beams:
     """The state of beam search that is kept from call to call."""
 
-    def __init__(self, reader: Reader, speculation: Speculation) -> None:
-        self.reader, self.speculation = reader, speculation
+    def __init__(self, reader: Reader, policy: Policy) -> None:
+        self.reader, self.policy = reader, policy
         self.breadths: dict[int, tuple[Breadth, Breadth]] = {}
         """By number of beams: one `Breadth` for rows without known top-k tokens, one for rows with some (see `Drafting`)."""
 
     def drafting(self, beams: int, shape: TreeShape | None) -> Drafting:
         """The `Drafting` of one call."""
-        return Drafting(self.speculation, self.breadths.setdefault(beams, (Breadth(beams), Breadth(beams))), shape)
+        return Drafting(self.policy, self.breadths.setdefault(beams, (Breadth(beams), Breadth(beams))), shape)
 
     def decoder(self, request: Request, shape: TreeShape | None, batch: int) -> BeamDecoder:
         """The decoder of one call, which is a beam search."""
@@ -90,13 +92,13 @@ class BeamDecoder:
     """
 
     def __init__(self, beams: Beams, request: Request, rules: BeamRules, shape: TreeShape | None, batch: int) -> None:
-        self.reader, self.speculation = beams.reader, beams.speculation
+        self.reader, self.policy = beams.reader, beams.policy
         self.request, self.rules, self.batch = request, rules, batch
         self.device, self.prompts = request.ids_BT.device, Prompts(request, beams.reader)
         if self.reader.backbone.recurrent is not None:
             name = type(self.reader.backbone.model).__name__
             raise UserError(f"beam search keeps several sequences per row, which the recurrent layers of {name} can't; set num_beams=1")
-        self.speculation.start(sampled=False)
+        self.policy.start(sampled=False)
         self.drafting = beams.drafting(rules.beams, shape)
         self.steps = Steps(request, rules)
         self.waiting = list(range(len(self.steps.searches)))
@@ -135,11 +137,11 @@ class BeamDecoder:
         self.drafting.start(features)
         self._leave()
 
-    def step(self, exact_times: bool = False) -> Pass:
+    def step(self, exact_times: bool = False) -> Step:
         """Make a forward pass."""
         with Stopwatch(self.device if exact_times else None) as watch:
-            self.speculation.use_costs(self.cache.longest, self.reader.read.made)
-            rows, drafts = self.rows, self._draft()
+            costs = self.policy.costs.at(self.cache.longest, self.reader.read.made)
+            rows, drafts = self.rows, self._draft(costs)
             drafting = watch.lap()
             features, logits_BNV = read_tries(self.reader, self.cache, [row.trie for row in rows])
             top_k = self._after(logits_BNV)
@@ -147,15 +149,16 @@ class BeamDecoder:
             nodes = max(row.trie.new for row in rows)
             steps = self._advance(drafts, top_k, features)
             host = watch.lap()
-        if watch.valid and self.speculation.sources:
-            self.speculation.costs.add_pass(len(rows), logits_BNV.shape[1], verifying)
-            self.speculation.costs.add_part(HOST_PART, len(rows), 1, host)
+        if watch.valid and self.policy.sources:
+            costs.add(PASS, len(rows), logits_BNV.shape[1], verifying)
+            costs.add(HOST_PART, len(rows), 1, host)
         written = {row.number: made.count for row, made in zip(rows, steps, strict=True)}
-        return Pass(written, nodes, drafting, verifying, host)
+        return Step(written, nodes, dict(zip(PARTS, (drafting, verifying, host), strict=True)), {})
 
-    def _draft(self) -> list[Drafts]:
+    def _draft(self, costs: Costs) -> list[Drafts]:
         """Add the last token of each beam and the drafts to verify to the tries."""
-        drafts = self.drafting.draft([RowBeams(row.search.running, row.prompt, self._remaining(row), row.known()) for row in self.rows])
+        of_rows = [RowBeams(row.search.running, row.prompt, self._remaining(row), row.known()) for row in self.rows]
+        drafts = self.drafting.draft(of_rows, costs)
         for row, drafted in zip(self.rows, drafts, strict=True):
             add = row.trie.add
             nodes: dict[Path, int] = {(i, ()): add(row.last[i], beam.tokens[-1]) for i, beam in enumerate(row.search.running)}
@@ -263,7 +266,7 @@ class BeamDecoder:
             kept, row.last = row.trie.keep(made.last, [beam.tokens[-1] for beam in row.search.running])
             paths.append(kept)
         self.drafting.keep([path[len(path) - row.trie.verified :] for path, row in zip(paths, self.rows, strict=True)])
-        self.cache.keep(paths, [len(path) for path in paths])
+        self.cache.keep(paths)
         self.cache.lengths_B = torch.tensor([row.trie.shared for row in self.rows], device=self.device)
         self._leave()
         return steps

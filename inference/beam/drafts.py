@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
+from headstart.inference.adaptive.latency import Costs
 from headstart.inference.beam.search import DEPTHS, Beam, Breadth, Plan
 from headstart.inference.beam.trie import TopK
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import BEAM_WIDTH, TreeShape, padded_size
+from headstart.inference.policy import Policy
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.levels import Level
 from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import DraftScoring
-from headstart.inference.speculation.speculation import Speculation
 from headstart.support.pytree import map_tensors
 
 
@@ -123,12 +124,12 @@ class Drafting:
     ``breadths``: one for rows without known top-k tokens, one for rows with some (`RowBeams.fresh`).
     """
 
-    def __init__(self, speculation: Speculation, breadths: tuple[Breadth, Breadth], shape: TreeShape | None) -> None:
-        self.speculation, self.breadths, self.shape = speculation, breadths, shape
+    def __init__(self, policy: Policy, breadths: tuple[Breadth, Breadth], shape: TreeShape | None) -> None:
+        self.policy, self.breadths, self.shape = policy, breadths, shape
         self.beams = breadths[0].beams
         self.width = shape.width if shape is not None else max(BEAM_WIDTH, 2 * self.beams)
-        self.drafters = [source for source in speculation.of_kind(DrafterSource) if source.own_cache]
-        self.observing = [source for source in speculation.of_kind(ProposerSource) if source.observe_top_k]
+        self.drafters = [source for source in policy.of_kind(DrafterSource) if source.own_cache]
+        self.observing = [source for source in policy.of_kind(ProposerSource) if source.observe_top_k]
         self.deepest = max([0, *(source.depth_of(shape) for source in self.drafters), *([DEPTHS] if self.observing else [])])
         self.observe_top_k = max((source.observe_top_k for source in self.observing), default=0)
         self.features: NodeFeatures
@@ -180,12 +181,12 @@ class Drafting:
 
     # Planning.
 
-    def draft(self, rows: list[RowBeams]) -> list[Drafts]:
+    def draft(self, rows: list[RowBeams], costs: Costs) -> list[Drafts]:
         """Draft for the beams of each row."""
         if not self.deepest:
             return [Drafts([], []) for _ in rows]
         with Stopwatch() as watch:
-            self._plan(rows)
+            self._plan(rows, costs)
             plans = [self.plans[not row.fresh] for row in rows]
             deepest = max(len(plan.widths) for plan in plans)
             if not deepest:
@@ -199,25 +200,24 @@ class Drafting:
             K = self.beams
             drafts = [self._rank(row, scores[b * K : (b + 1) * K], plans[b]) for b, row in enumerate(rows)]
         if watch.valid:
-            self.speculation.costs.add_part(DRAFT_PART, len(rows), 1, watch.seconds / deepest)
+            costs.add(DRAFT_PART, len(rows), 1, watch.seconds / deepest)
         return drafts
 
-    def _plan(self, rows: list[RowBeams]) -> None:
+    def _plan(self, rows: list[RowBeams], costs: Costs) -> None:
         """Choose how many drafts to verify at each depth: the fastest plan by measured times, or the largest that the shape allows."""
         remaining = max(row.remaining for row in rows)
         for breadth in self.breadths:
             breadth.fade()
         self.passes += 1
         if self.shape is not None or self.passes % PLAN_INTERVAL == 1 or max(len(plan.widths) for plan in self.plans) > remaining:
-            fresh, known = (self._best_plan(breadth, len(rows), remaining) for breadth in self.breadths)
+            fresh, known = (self._best_plan(breadth, len(rows), remaining, costs) for breadth in self.breadths)
             self.plans = (fresh, known)
 
-    def _best_plan(self, breadth: Breadth, rows: int, remaining: int) -> Plan:
+    def _best_plan(self, breadth: Breadth, rows: int, remaining: int, costs: Costs) -> Plan:
         if self.shape is not None:
             units = min((self.shape.nodes - self.beams) // breadth.unit, len(breadth.widths) - 1)
             deepest = min(self.shape.depth or self.deepest, self.deepest, remaining)
             return breadth.plans(deepest)[units] if units > 0 else Plan((), 0.0)
-        costs = self.speculation.costs
         candidates = breadth.plans(min(self.deepest, remaining))
         plans = {padded_size(self.beams + sum(plan.widths)): plan for plan in candidates}  # the best plan of each size
         drafting, host = (costs.of_part(part, rows, 1) or 0.0 for part in (DRAFT_PART, HOST_PART))

@@ -137,4 +137,4 @@ def read_tries(reader: Reader, cache: RaggedCache, tries: list[BeamTrie]) -> tup
     # Every row has room for the longest trie: the paths of all rows are moved together when nodes are dropped.
     slots = max(trie.shared for trie in tries) + max(trie.verified for trie in tries) + N
     nodes = (torch.from_numpy(one).to(cache.lengths_B.device) for one in (tokens_BN, levels_BM, ancestors_BNM, index_BN))
-    return reader.nodes(cache, cache.room(slots - cache.longest), *nodes)
+    return reader.nodes(cache, cache.room(slots - cache.longest), *nodes)[:2]

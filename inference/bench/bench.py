@@ -34,8 +34,9 @@ from headstart.inference.bench.timing import OtherPrograms
 from headstart.inference.engine.request import context_of, require_room
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, Tally
+from headstart.inference.measure import Settings
 from headstart.inference.runtime import paused
+from headstart.inference.steps import Tally
 from headstart.support.devices import dtype_name
 from headstart.support.terminal import watched
 

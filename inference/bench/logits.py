@@ -98,7 +98,7 @@ def continued(system: System, group: dict[int, Tensor], settings: Settings, seed
     assert isinstance(system, HeadstartSystem)
     seeds = [seed + i for i in group]
     output = continue_texts(system.heads, list(group.values()), system.settings(settings), seeds, output_logits=True)
-    assert output.logits is not None and output.accept_lengths is not None
+    assert output.logits is not None
     start, logits_BTV = max(map(len, group.values())), torch.stack(output.logits, 1)
     lengths = [1 + sum(accepted) for accepted in output.accept_lengths]  # the prefill writes one token
     rows = zip(output.sequences, logits_BTV, lengths, strict=True)

@@ -21,7 +21,8 @@ from headstart.heads.base import Drafter
 from headstart.inference.bench.systems import HeadstartSystem, System, SystemResult
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
-from headstart.inference.measure import Settings, Tally
+from headstart.inference.measure import Settings
+from headstart.inference.steps import Tally
 
 BUFFER = 256 << 20
 """Bytes; larger than the CPU caches."""
@@ -135,7 +136,7 @@ def repeated_ngrams(texts: Sequence[Sequence[int]], n: int) -> float | None:
 def _common(measured: SystemResult, references: References, sizes: Sizes) -> dict[str, Any]:
     total, ar, ar_transformers = measured.total, references.ar, references.ar_transformers
     ratios, to_transformers = measured.ratios(ar), measured.ratios(ar_transformers)
-    rate = total.reads * sizes.weight_bytes / total.wall
+    rate = (total.passes + total.prefills) * sizes.weight_bytes / total.wall
     return {
         "temperature": sizes.temperature,
         "batch": sizes.batch,

@@ -19,7 +19,8 @@ from headstart.inference.capture.capture import CaptureReport
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_texts
+from headstart.inference.measure import Settings, continue_by_transformers, continue_texts
+from headstart.inference.steps import PARTS, Tally
 from headstart.support.errors import UserError
 
 AR, AR_TRANSFORMERS, LOOKUP = "AR (headstart)", "AR (transformers)", "prompt lookup"
@@ -86,13 +87,10 @@ class HeadstartSystem(System):
 
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Continuations:
         output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
-        assert output.accept_lengths is not None
         start = max(map(len, prompts))
         lengths = [1 + sum(accepted) for accepted in output.accept_lengths]  # the prefill writes one token
-        tally = Tally()
-        tally.add(output)
         sequences = [row[start : start + length].cpu() for row, length in zip(output.sequences, lengths, strict=True)]
-        return Continuations(sequences, tally, output.accept_lengths)
+        return Continuations(sequences, output.tally, output.accept_lengths)
 
     def time_parts(self, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int) -> Tally:
         """Decode batches of prompts with exact times of every step's parts; prompt ``i`` has seed ``seed + i``."""
@@ -131,8 +129,8 @@ class TransformersSystem(System):
         tokens = sum(map(len, sequences))
         decoded = tokens - sum(min(len(one), first.length - start) for one in sequences)
         row_passes = passes if len(prompts) == 1 else tokens  # in a batch each pass writes one token per row
-        counts = Tally(tokens=tokens, passes=passes - 1, reads=passes, row_passes=row_passes, emitted=tokens)
-        counts.decoded, counts.decoding = decoded, seconds
+        times = dict.fromkeys(PARTS, 0.0) | {"verify": seconds}
+        counts = Tally(prefills=1, passes=passes - 1, row_passes=row_passes, emitted=tokens, decoded=decoded, seconds=times)
         return Continuations(sequences, counts)
 
 

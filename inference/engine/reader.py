@@ -115,13 +115,13 @@ class Reader:
         columns = zip(*map(list_tensors, parts), strict=True)
         return map_tensors(lambda _: torch.cat(next(columns))[back], parts[0]), caches[0]
 
-    def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor]:
-        """Verify a tree: returns the features of every node, and the logits ``[B, N, V]`` after it."""
+    def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor, Added | None]:
+        """Verify a tree: returns the features of every node, the logits ``[B, N, V]`` after it, and what `RaggedCache.keep` needs."""
         nodes = tree.size if cache.memory is None else graph_size(tree.size)
-        features, logits_BNV = self.nodes(cache, cache.room(nodes), *tree.tensors(cache.lengths_B.device, nodes))
+        features, logits_BNV, added = self.nodes(cache, cache.room(nodes), *tree.tensors(cache.lengths_B.device, nodes))
         if nodes > tree.size:
             features, logits_BNV = map_tensors(lambda value_BN: value_BN[:, : tree.size], (features, logits_BNV))
-        return features, logits_BNV
+        return features, logits_BNV, added
 
     def nodes(
         self,
@@ -131,8 +131,8 @@ class Reader:
         levels_BM: Tensor,
         ancestors_BNM: Tensor,
         index_BN: Tensor | None = None,
-    ) -> tuple[Features, Tensor]:
-        """The features of N of the M nodes stored after each row, and the logits after them.
+    ) -> tuple[Features, Tensor, Added | None]:
+        """The features of N of the M nodes stored after each row, the logits after them, and what they add to recurrent states.
 
         ``slots``: how many slots of the cache are attended to. ``index_BN``: the indices of the N among the M nodes; None: all. A
         node's position is its row's length plus its level.
@@ -146,12 +146,12 @@ class Reader:
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
         nodes, index_BN, lengths_B = inputs
         arguments = (stores, cache.states), nodes, index_BN, (lengths_B, torch.arange(slots, device=tokens_BN.device))
-        features, logits_BNV, cache.added = self.read(*arguments)
+        features, logits_BNV, added = self.read(*arguments)
         if features.taps is not None and len(features.taps) > len(self.taps):
             features = replace(features, taps={tap: features.taps[tap] for tap in self.taps} or None)
         if rows > B:
             features, logits_BNV = map_tensors(lambda value_B: value_B[:B], (features, logits_BNV))
-        return features, logits_BNV
+        return features, logits_BNV, added
 
     def _read(
         self,

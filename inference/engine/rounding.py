@@ -112,8 +112,9 @@ class Rounding:
         _, cache = self.reader.prompts(ids_T[None, :start], torch.tensor([start], device=ids_T.device))
         found = []
         for piece_N in ids_T[start:].split(width):
-            found.append(self.reader.tree(cache, chain(piece_N.tolist()))[1][0].float())
-            cache.keep([[*range(len(piece_N))]], [len(piece_N)])
+            _, logits_BNV, added = self.reader.tree(cache, chain(piece_N.tolist()))
+            found.append(logits_BNV[0].float())
+            cache.keep([[*range(len(piece_N))]], added)
         return torch.cat(found)
 
     def _beside(self, ids_T: Tensor, start: int) -> float:

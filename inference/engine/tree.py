@@ -11,7 +11,7 @@ Tree sizes to choose from and to measure, and numbers of rows by octave; there a
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -136,15 +136,17 @@ class CandidateTree:
     tokens: list[list[int]]
     parents: list[list[int]]
     """The parent of each node; 0 for the root."""
+    pooled: list[list[int]] = field(default_factory=list)
+    """The number of each node in its row's pool, if it is from one."""
 
     @staticmethod
-    def of(pools: list[Pool], kept: list[list[int]]) -> CandidateTree:
+    def of(pools: Sequence[Pool], kept: list[list[int]]) -> CandidateTree:
         """The tree of the ``kept`` nodes of each pool."""
         parents = []
         for pool, nodes in zip(pools, kept, strict=True):
             index = {node: i for i, node in enumerate(nodes)}
             parents.append([index[pool.parents[node]] for node in nodes])
-        return CandidateTree([[pool.tokens[node] for node in nodes] for pool, nodes in zip(pools, kept, strict=True)], parents)
+        return CandidateTree([[pool.tokens[node] for node in nodes] for pool, nodes in zip(pools, kept, strict=True)], parents, kept)
 
     @property
     def size(self) -> int:
@@ -202,28 +204,12 @@ class VerifiedTree:
     parents: list[int]
     path: list[int]
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One decoding step: the number of tokens written to each sequence decoded in it, nodes of a row's tree, seconds by part.
-
-    Sequences are given by their numbers."""
-
-    written: dict[int, int]
-    nodes: int
-    draft: float
-    verify: float
-    host: float
-    kept: dict[int, int] = field(default_factory=dict)
-    """Drafts of each sequence that the backbone's picks confirmed, those past its end included; none given in beam search."""
-    drafted: dict[int, int] = field(default_factory=dict)
-    """Tokens drafted for each sequence; none given in beam search."""
-    trees: dict[int, VerifiedTree] = field(default_factory=dict)
-    """The verified tree of each sequence, by its number; empty in beam search and where only the sequences are asked for."""
-    rested: bool = False
-    """True if nothing was drafted or verified since drafts would have cost more than they save, or to time such a step."""
+    @property
+    def drafted(self) -> int:
+        """The number of tokens drafted."""
+        return len(self.tokens) - 1
 
     @property
-    def seconds(self) -> float:
-        """Seconds of the whole pass."""
-        return self.draft + self.verify + self.host
+    def kept(self) -> int:
+        """The number of drafts that the backbone's picks confirmed, those past the end of the text included."""
+        return len(self.path) - 1

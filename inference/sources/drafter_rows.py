@@ -17,8 +17,6 @@ from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.tree import graph_size
 from headstart.inference.sources.source import Accepted, Source
 
-MAX_PENDING = 8
-"""Maximum number of steps whose features are kept separately; when rows are selected, more are joined into one."""
 LAST = 2
 """Minimum number of positions added in the call that drafts: a size of one would be captured apart."""
 
@@ -46,10 +44,8 @@ class DrafterRows(Source):
         """The current draft's hidden states of a drafter that gives all depths at once."""
         self._count = 0
         """The number of rows being decoded."""
-        self._rows: list[int] | None = None
-        """For each row being decoded, its row in the state; None: the same index."""
-        self._pending: list[tuple[Features, list[int] | None]] = []
-        """Features that the state does not include yet; for each, the row of every row being decoded (None: the same index)."""
+        self._pending: list[Features] = []
+        """Features that the state does not include yet."""
         self._shortest = 0
         """A lower bound of the shortest prompt's length."""
         self._positions = 0
@@ -63,7 +59,7 @@ class DrafterRows(Source):
     def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
         new, positions = features.tokens_BT.shape
         if self.state is None and not self._pending:
-            self._pending, self._positions, self._count = [(features, None)], positions, new
+            self._pending, self._positions, self._count = [features], positions, new
             self._shortest = min(map(len, tokens), default=0) - 1
             return
         self.catch_up(self._positions)
@@ -71,44 +67,34 @@ class DrafterRows(Source):
         self.state = self.drafter.join(state, self._extended(None, features, positions))
         self._positions, self._count = max(self._positions, positions), self._count + new
         if self._padded:
-            self._rows = [*range(self._count)]
+            self.state = self.drafter.select(self.state, self._index([*range(self._count)]))
 
     def extend(self, accepted: Accepted) -> None:
         self.append(accepted.features)
 
     def append(self, features: Features) -> None:
         """Add the features of each row's next tokens, right-padded."""
-        self._pending.append((features, None))
+        self._pending.append(features)
         self._positions += features.tokens_BT.shape[1]
 
     def select(self, rows: list[int]) -> None:
         if not rows:
             self._clear()
             return
+        if self._pending:
+            self._pending = [join_features(self._pending).rows(torch.tensor(rows, device=self.device))]
+        if self.state is not None:
+            self.state = self.drafter.select(self.state, self._index(rows))
         self._count = len(rows)
-        self._rows = _selected(self._rows, rows)
-        self._pending = [(features, _selected(old, rows)) for features, old in self._pending]
-        if len(self._pending) > MAX_PENDING:
-            self._pending = [(self._joined(), None)]
 
     def catch_up(self, length: int) -> None:
-        """Apply row selections and pending features to the state; ``length``: positions it must have room for, drafted nodes included."""
-        self._select_rows()
+        """Add the pending features to the state; ``length``: positions it must have room for, drafted nodes included."""
         if self._pending:
             features = self._joined()
             if self.fixed and self.state is not None:
                 features = features.padded(graph_size(features.tokens_BT.shape[1]))
                 length += features.tokens_BT.shape[1]
-            self.state = self._extended(self.state, features, length)
-        self._pending = []
-
-    def _select_rows(self) -> None:
-        """Apply row selections to the state and to the pending features."""
-        if self._rows is not None and self.state is not None:
-            self.state = self.drafter.select(self.state, self._index(self._rows))
-        if len(self._pending) > 1 or (self._pending and self._pending[0][1] is not None):
-            self._pending = [(self._joined(), None)]
-        self._rows = None
+            self.state, self._pending = self._extended(self.state, features, length), []
 
     def _leave(self, left: int, length: int) -> None:
         """Extend the state by the pending features except their last ``left`` positions, which the call that drafts adds."""
@@ -118,13 +104,12 @@ class DrafterRows(Source):
         if last.tokens_BT.shape[1] > left:
             first, last = last.split(left)
             self.state = self._extended(self.state, first, length)
-        self._pending = [(last, None)]
+        self._pending = [last]
 
     def _joined(self, least: int = LAST) -> Features:
         """The pending features, of at least so many positions."""
-        whole = [*range(self._count)] if self._padded else None
-        chosen = [(part, whole if rows is None else rows) for part, rows in self._pending]
-        return join_features([part if rows is None else part.rows(self._index(rows)) for part, rows in chosen]).padded(least)
+        joined = join_features(self._pending)
+        return (joined.rows(self._index([*range(self._count)])) if self._padded else joined).padded(least)
 
     def _index(self, rows: list[int]) -> Tensor:
         """These rows as a tensor, in fixed memory padded with the last one."""
@@ -156,7 +141,3 @@ def not_capturable(drafter: Drafter) -> str | None:
     if any(weight.requires_grad for weight in drafter.parameters()):  # a capture would not see weight updates
         return "its weights are being trained"
     return None
-
-
-def _selected(before: list[int] | None, rows: list[int]) -> list[int]:
-    return list(rows) if before is None else [before[row] for row in rows]

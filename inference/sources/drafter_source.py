@@ -8,6 +8,7 @@ Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,10 +20,10 @@ from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.heads.kv.rows import pad_rows, padded_rows
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.captured import Captured
-from headstart.inference.engine.tree import BEAM_WIDTH, CPU_WIDTH, TreeShape
+from headstart.inference.engine.tree import BEAM_WIDTH, CPU_WIDTH, Pool, TreeShape
 from headstart.inference.sources.drafter_rows import LAST, DrafterRows, not_capturable
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, unpacked
-from headstart.inference.sources.source import Draft, DraftScoring
+from headstart.inference.sources.source import DraftScoring, Rows
 from headstart.support.pytree import map_tensors
 
 MIN_SCORE = -1e9
@@ -41,8 +42,8 @@ class DrafterSource(DrafterRows):
         self._step = capturer.capture(function, "draft level", drafter, unless, calls_per_step=drafter.depth)
         self._steps = capturer.capture(function, "drafts", drafter, unless, compilable=compilable)
         self._round = capturer.capture(function, "drafting", drafter, unless, compilable=compilable)
-        self._by_compiled: dict[tuple[int, int], bool] = {}
-        """Whether the last draft of so many rows and depths was made by compiled code."""
+        self._compiled = False
+        """Whether a draft was made by compiled code."""
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
 
@@ -74,33 +75,30 @@ class DrafterSource(DrafterRows):
 
     # Drafting.
 
-    def draft(self, draft: Draft, depths: int) -> None:
-        if draft.cache is not None:  # otherwise the state is prepared
-            self._prepare(draft, draft.cache, depths)
-        roots = self.roots([pool.tokens[0] for pool in draft.pools])
-        levels, packed_BX = self._drafted(self._steps, range(depths), roots, self._width(draft), draft.scoring(depths))
-        above = [[0] for _ in draft.pools]
+    def draft(self, rows: Rows, pools: Sequence[Pool], depths: int) -> None:
+        if rows.cache is not None:
+            self._prepare(rows, rows.cache, depths)
+        levels, packed_BX = self._drafted(self._steps, range(depths), self.roots(rows.roots), self._width(rows), rows.scoring(depths))
+        above = [[0] for _ in pools]
         for depth, nodes in enumerate(unpacked(packed_BX, levels)):
-            above = self._attach(draft, nodes, above, depth)
+            above = self._attach(rows, pools, nodes, above, depth)
 
-    def _prepare(self, draft: Draft, cache: RaggedCache, depths: int) -> None:
-        longest, depth = cache.longest, max(self.depth_of(draft.shape), depths)
-        if self.in_one_call:
-            self._select_rows()
-            if self.state is None:
-                self._leave(LAST, longest)
+    def _prepare(self, rows: Rows, cache: RaggedCache, depths: int) -> None:
+        longest, depth = cache.longest, max(self.depth_of(rows.shape), depths)
+        if self.in_one_call and self.state is None:
+            self._leave(LAST, longest)
         if self.in_one_call and self.state is not None:
-            self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(draft)))
+            self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(rows)))
         else:
-            self.prepare(longest, self._width(draft), cache, depth)
+            self.prepare(longest, self._width(rows), cache, depth)
 
     def fixed_depths(self, shape: TreeShape, remaining: int) -> int:
         limit = min(self.depth_of(shape), remaining)
         few = [count for count in self.counts if limit <= count <= self.depth_of(shape)]
         return few[0] if few and limit > 0 and self.fixed else limit  # the last ones may not fit in the text
 
-    def _width(self, draft: Draft) -> int:
-        return self.width(len(draft.pools)) if draft.shape is None else draft.shape.width
+    def _width(self, rows: Rows) -> int:
+        return self.width(len(rows.roots)) if rows.shape is None else rows.shape.width
 
     def width(self, rows: int) -> int:
         """The beam width of adaptive trees. On a CPU every node takes time: narrow beams for one row, chains for several."""
@@ -128,27 +126,25 @@ class DrafterSource(DrafterRows):
                 scoring = replace(scoring, noise_BPV=pad_rows(scoring.noise_BPV, padded_rows(rows)))
         features, function = (self._joined(), self._round) if self._pending else (None, draft)
         levels, packed_BX, self.state, self._hidden_BKD = function(progress, features, before, width, scoring)
-        self._by_compiled[rows, len(depths)] = function.last_compiled
+        self._compiled = self._compiled or function.last_compiled
         self._pending = []
         return map_tensors(lambda value_B: value_B[:rows], (levels, packed_BX)) if self.fixed else (levels, packed_BX)
 
-    def timed_as(self, rows: int, depths: int) -> tuple[str, str, bool]:
-        compiled = self._by_compiled.get((rows, depths), any(self._by_compiled.values()))  # of one never made: as others are
-        made = "compiled" if compiled else "captured" if self.captured else ""
-        return self.name, made, self.sampled  # sampling has noise to add and wider beams
+    def timed_as(self, rows: int, depths: int) -> tuple[Hashable, int]:
+        made = "compiled" if self._compiled else "captured" if self.captured else ""
+        return (self.name, made, self.sampled), depths  # sampling has noise to add and wider beams
 
-    def _attach(self, draft: Draft, level: Nodes, above: list[list[int]], depth: int) -> list[list[int]]:
+    def _attach(self, rows: Rows, pools: Sequence[Pool], level: Nodes, above: list[list[int]], depth: int) -> list[list[int]]:
         """Add the level to the pools; returns the nodes' numbers there (-1: not added, too deep for the row or too low a score)."""
-        rows = zip(level.tokens, level.parents, level.scores, strict=True)
-        attached = []
-        for row, (parent_nodes, (tokens, parents, scores)) in enumerate(zip(above, rows, strict=True)):
-            pool, remaining, nodes = draft.pools[row], draft.remaining[row], list[int]()
+        drafted, attached = zip(level.tokens, level.parents, level.scores, strict=True), []
+        for row, (parent_nodes, (tokens, parents, scores)) in enumerate(zip(above, drafted, strict=True)):
+            pool, remaining, nodes = pools[row], rows.remaining[row], list[int]()
             for token, parent, score in zip(tokens, parents, scores, strict=True):
                 node = parent_nodes[parent]
                 if node < 0 or depth >= remaining or not score > MIN_SCORE:
                     nodes.append(-1)
                 else:
-                    nodes.append(pool.add(self, node, token, score, self.prob(draft, row, depth, score)))
+                    nodes.append(pool.add(self, node, token, score, self.prob(rows, row, depth, score)))
             attached.append(nodes)
         return attached
 

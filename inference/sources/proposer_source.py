@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from headstart.heads.backbone.features import Features
+from headstart.inference.engine.tree import Pool
 from headstart.inference.sources.proposer import Candidates, Proposer
-from headstart.inference.sources.source import Accepted, Draft, Source
+from headstart.inference.sources.source import Accepted, Rows, Source
 
 MAX_PROPOSER_DEPTH = 12
 """Maximum number of depths that a proposer drafts."""
@@ -39,17 +40,18 @@ class ProposerSource(Source):
     def verified(self, sequence: int, tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> None:
         self.proposer.verified(sequence, tokens, parents, picks)
 
-    def draft(self, draft: Draft, depths: int) -> None:
-        for row, (remaining, sequence) in enumerate(zip(draft.remaining, draft.sequences, strict=True)):
-            self.proposer.catch_up(sequence)
-            if remaining > 0:
-                self._attach(draft, row, self.proposer.propose(sequence, min(remaining, depths), MAX_PROPOSED_NODES))
+    def timed_as(self, rows: int, depths: int) -> tuple[Hashable, int]:
+        return self.name, 1  # further depths take next to no time
 
-    def _attach(self, draft: Draft, row: int, proposed: Candidates) -> None:
-        pool, nodes = draft.pools[row], list[int]()
-        for token, parent, score in zip(proposed.tokens, proposed.parents, proposed.scores, strict=True):
-            node = nodes[parent] if parent >= 0 else 0
-            nodes.append(pool.add(self, node, token, score, self.prob(draft, row, pool.levels[node], score)))
+    def draft(self, rows: Rows, pools: Sequence[Pool], depths: int) -> None:
+        for row, (remaining, sequence, pool) in enumerate(zip(rows.remaining, rows.sequences, pools, strict=True)):
+            self.proposer.catch_up(sequence)
+            if remaining <= 0:
+                continue
+            proposed, nodes = self.proposer.propose(sequence, min(remaining, depths), MAX_PROPOSED_NODES), list[int]()
+            for token, parent, score in zip(proposed.tokens, proposed.parents, proposed.scores, strict=True):
+                node = nodes[parent] if parent >= 0 else 0
+                nodes.append(pool.add(self, node, token, score, self.prob(rows, row, pool.levels[node], score)))
 
     def propose_after(self, number: int, tokens: list[int], depths: int) -> Candidates:
         """Candidates after these tokens, prompt included, which replace the sequence of that number."""

@@ -2,8 +2,6 @@
 
 The loop has a list of sources and treats them alike. State lasts for one call to generate, statistics as long as the model is loaded.
 
-A `Draft` is one decoding step's: the pools to which sources add nodes, and the data that they need.
-
 Shape suffixes: B batch, P positions, V vocabulary.
 """
 
@@ -12,9 +10,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,51 +56,23 @@ class DraftScoring:
         return DraftScoring(temperature_1, noise_BPV, processing.filters(device))
 
 
-@dataclass(eq=False)
-class Draft:
-    """One step's draft: a pool per row."""
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a step drafts for."""
 
-    pools: list[Pool]
+    roots: list[int]
     remaining: list[int]
     """The number of tokens that each row may still write after its root; no node has a higher level."""
-    sequences: list[int] = field(default_factory=list)
+    sequences: list[int]
     """The number of each row's sequence in the call."""
     cache: RaggedCache | None = None
-    """The backbone's KV cache."""
+    """The backbone's KV cache; None: the sources' states are prepared."""
     shape: TreeShape | None = None
     """A fixed tree size; None: adaptive."""
     scoring: Callable[[int], DraftScoring] = lambda depths: DraftScoring()  # noqa: E731
     """The scoring of drafts of so many depths."""
     queued: bool = False
     """True if other sequences are waiting for free rows."""
-    seconds: dict[Hashable, float] = field(default_factory=dict)
-    """Drafting time by source."""
-    depths: dict[Hashable, int] = field(default_factory=dict)
-    """The number of depths that each source drafted."""
-    least: int = 1
-    """Nodes of a row's tree at least, as far as there are drafts."""
-    trial: tuple[Any, float] | None = None
-    """The source that drafts though it is not expected to pay, and the seconds that the step is expected to take."""
-    kept: list[list[int]] = field(default_factory=list)
-    """The nodes of each pool chosen for verification, in the order of the tree."""
-
-    def __post_init__(self) -> None:
-        self.sequences = self.sequences or [*range(len(self.pools))]
-
-    def missed(self, depths: int) -> list[float]:
-        """For each depth, the probability that none of the nodes in the pools so far is accepted there, a mean over rows."""
-        found = [0.0] * depths
-        for pool in self.pools:
-            for prob, level in zip(pool.path_probs()[1:], pool.levels[1:], strict=True):
-                if level <= depths:
-                    found[level - 1] += prob / len(self.pools)
-        return [max(1 - prob, 0.0) for prob in found]
-
-    @property
-    def rested(self) -> bool:
-        """True if drafts were not made, or not verified, since they would have cost more than they save, or to time such a step."""
-        drafted, kept = (any(len(nodes) > 1 for nodes in rows) for rows in ([pool.tokens for pool in self.pools], self.kept))
-        return self.shape is None and not kept and (drafted or not self.seconds) and any(self.remaining)
 
     def passes_left(self, tokens: Sequence[float]) -> float:
         """A measure of the remaining passes if each adds ``tokens`` tokens to each row.
@@ -114,10 +83,6 @@ class Draft:
             return 1 / sum(tokens)
         left = zip(self.remaining, tokens, strict=True)
         return sum((max(remaining, 1) / count) ** BATCH_POWER for remaining, count in left) ** (1 / BATCH_POWER)
-
-
-FIRST_PURSE = 1.0
-"""The purse of a new source."""
 
 
 class Accepted:
@@ -155,12 +120,6 @@ class Source(ABC):
         self.by_mode = {sampled: Acceptance() for sampled in (False, True)}
         """What its drafts are worth in greedy (False) and sampled (True) decoding, whose acceptance rates differ."""
         self.sampled = False
-        self.purse = FIRST_PURSE
-        """Plain steps' time that may be lost in drafts that are not expected to pay (see `Speculation`)."""
-        self.pause = 0
-        """Steps until it is asked again."""
-        self.plan, self.planned = 0, 0
-        """The depths that were chosen, and in how many further steps they are drafted without another choice."""
 
     @property
     def acceptance(self) -> Acceptance:
@@ -176,9 +135,9 @@ class Source(ABC):
         """The number of depths to draft for a tree of this shape, where so many tokens may still be written."""
         return min(self.depth, remaining)
 
-    def timed_as(self, rows: int, depths: int) -> Hashable:
-        """The name of its drafts of so many rows and depths in the cost model."""
-        return self.name
+    def timed_as(self, rows: int, depths: int) -> tuple[Hashable, int]:
+        """The name and size of its drafts of so many rows and depths in the cost model."""
+        return self.name, depths
 
     # The rows being decoded.
 
@@ -201,7 +160,7 @@ class Source(ABC):
     # Drafting.
 
     @abstractmethod
-    def draft(self, draft: Draft, depths: int) -> None:
+    def draft(self, rows: Rows, pools: Sequence[Pool], depths: int) -> None:
         """Add nodes of at most so many depths to the pools."""
 
     def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
@@ -212,6 +171,6 @@ class Source(ABC):
         """Receive a row's verified tree, the root first, and the pick at every node; ``sequence``: its number in the call."""
         return None
 
-    def prob(self, draft: Draft, row: int, depth: int, score: float) -> float:
+    def prob(self, rows: Rows, row: int, depth: int, score: float) -> float:
         """A row's node's acceptance probability: calibrated for adaptive trees; for fixed ones ``exp(score)``, which is reproducible."""
-        return self.acceptance.prob(draft.sequences[row], depth, score) if draft.shape is None else math.exp(score)
+        return self.acceptance.prob(rows.sequences[row], depth, score) if rows.shape is None else math.exp(score)

@@ -1,4 +1,4 @@
-"""vLLM serves heads trained here: the text of vLLM without speculation, and the drafts of Headstart, token by token (fp32, greedy)."""
+"""vLLM serves heads trained here: the text of vLLM without policy, and the drafts of Headstart, token by token (fp32, greedy)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFUSED = {
 
 @pytest.fixture(scope="session")
 def plain(prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    """What vLLM writes without speculation."""
+    """What vLLM writes without policy."""
     return [one.written for one in vllm.serve(None, "embedded", prompts, EngineSettings(0, NEW_TOKENS))[0]]
 
 

@@ -98,7 +98,7 @@ def test_captured_passes_write_the_same(family: str) -> None:
         truth = say(of, rows, speculate=False, **options)
         for tree in trees:
             assert torch.equal(say(of, rows, tree=tree, **options), truth), (lengths, tree)
-    assert all(source.captured for source in of.engine(True).speculation.of_kind(DrafterSource))
+    assert all(source.captured for source in of.engine(True).policy.of_kind(DrafterSource))
 
 
 def news(all_BT: Tensor, starts: list[int], counts: list[int]) -> Features:

@@ -128,7 +128,7 @@ def test_a_tree_is_read_as_its_paths(family: str) -> None:
     on, rows, tree = hybrid(family), prompts((9, 2, 9)), random_tree(17, VOCAB, seed=2)
     reader, _, cache = read_prompts(on, rows)
     forwards = [vars(module).get("forward") for module in on.model.modules()]
-    features, logits_BNV = reader.tree(cache, tree)
+    features, logits_BNV, _ = reader.tree(cache, tree)
     assert [vars(module).get("forward") for module in on.model.modules()] == forwards, "the model is left as it was"
     assert features.taps is not None
     for row, parents in enumerate(tree.parents):
@@ -245,9 +245,9 @@ def test_what_would_carry_a_state_across_is_refused() -> None:
 def test_in_bf16_a_tree_is_close_to_its_paths() -> None:
     on, tree = Backbone(build(*CONFIGS["qwen3_next"]).to(torch.bfloat16)), random_tree(9, VOCAB, seed=2, rows=1)
     reader, _, cache = read_prompts(on, prompts((9,)))
-    _, logits_BNV = reader.tree(cache, tree)
+    _, logits_BNV, added = reader.tree(cache, tree)
     text = torch.cat([prompts((9,))[0], torch.tensor([tree.tokens[0][one] for one in lines(tree, 0, 8)])])
     expected = on.model(text[None]).logits[0, -1]
     assert logits_BNV.dtype == torch.bfloat16 and (logits_BNV[0, 8] - expected).abs().max() < 0.15 * expected.abs().max()
-    cache.keep([lines(tree, 0, 8)], [len(lines(tree, 0, 8))])
+    cache.keep([lines(tree, 0, 8)], added)
     assert {one.dtype for one in list_tensors(cache.states)} == {torch.float64, torch.bfloat16}

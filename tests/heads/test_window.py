@@ -171,7 +171,7 @@ def test_the_text_is_that_of_autoregressive_decoding(window: int, sink: int, cap
         plain = say(of, rows, speculate=False, **options)
         for tree in (TreeShape(12, 4), "auto"):
             assert unpadded(say(of, rows, tree=tree, batch_size=batch, **options), rows) == unpadded(plain, rows), tree
-    assert [source.captured for source in of.engine(True).speculation.of_kind(DrafterSource)] == [capture == "trace"]
+    assert [source.captured for source in of.engine(True).policy.of_kind(DrafterSource)] == [capture == "trace"]
 
 
 def test_beams_are_the_same() -> None:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from headstart.heads.backbone.features import Features
 from headstart.inference.adaptive.acceptance import shifted
 from headstart.inference.capture import stopwatch
 from headstart.inference.engine.tree import TREE_SIZES, Pool
-from headstart.inference.sources.source import Accepted, Draft, Source
-from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.policy import Policy
+from headstart.inference.sources.source import Accepted, Rows, Source
 
 
 class Clock:
@@ -138,9 +139,9 @@ class SimulatedSource(Source):
     def extend(self, accepted: Accepted) -> None:
         """It has no state."""
 
-    def draft(self, draft: Draft, depths: int) -> None:
+    def draft(self, rows: Rows, pools: Sequence[Pool], depths: int) -> None:
         self.clock.let_pass(varied(self.machine, self.heads.chance, self.machine.of_draft(depths)))
-        self.true = grow(self.heads, self.task, draft.pools[0], depths, self, lambda d, score: self.prob(draft, 0, d, score))
+        self.true = grow(self.heads, self.task, pools[0], depths, self, lambda d, score: self.prob(rows, 0, d, score))
 
 
 def grow(heads: Heads, task: Task, pool: Pool, depths: int, source: Any, prob: Callable[[int, float], float]) -> dict[int, float]:
@@ -219,12 +220,12 @@ class Decoding:
     def __init__(self, machine: Machine, heads: Heads, clock: Clock, busy: Callable[[int], bool] = lambda step: False) -> None:
         self.machine, self.heads, self.clock, self.busy, self.steps = machine, heads, clock, busy, 0
         self.source = SimulatedSource(heads, machine, clock)
-        self.speculation = Speculation([self.source])
+        self.policy = Policy([self.source])
 
     def text(self, task: Task, tokens: int) -> list[Step]:
         self.source.task = task
-        self.speculation.start(sampled=False)
-        self.speculation.begin([0])
+        self.policy.start(sampled=False)
+        self.policy.begin([0])
         steps, written = list[Step](), 0
         while written < tokens:
             count, step = self._step(written, tokens)
@@ -233,24 +234,22 @@ class Decoding:
         return steps
 
     def _step(self, written: int, tokens: int) -> tuple[int, Step]:
-        speculation, before = self.speculation, self.clock.now
+        policy, before = self.policy, self.clock.now
         self.clock.slowdown, self.steps = BUSY if self.busy(self.steps) else 1.0, self.steps + 1
-        speculation.use_costs(0, "")
-        draft = Draft([Pool(0)], [tokens - written - 1])
-        speculation.draft(draft)
-        tree = speculation.choose(draft)
+        draft = policy.draft(Rows([0], [tokens - written - 1], [0]), policy.costs.at(0))
+        tree = policy.choose(draft)
         self.clock.let_pass(varied(self.machine, self.heads.chance, self.machine.of_pass(tree.size)))
-        path, picks, expected = self._verified(draft)
-        speculation.learn(draft, tree, [path], [picks])
-        speculation.time(draft, tree, [path], self.clock.now - before)
-        depths = draft.depths.get(self.source, 0)
+        path, picks, expected = self._verified(draft.pools[0], tree.pooled[0])
+        draft = policy.learn(draft, tree, [path], [picks], torch.empty(0))
+        policy.time(draft, tree, self.clock.now - before)
+        depths = draft.parts[self.source].depths if draft.parts else 0
         return len(path), Step(written, expected, self.machine.of_draft(depths) + self.machine.of_pass(tree.size), depths, tree.size)
 
-    def _verified(self, draft: Draft) -> tuple[list[int], list[int], float]:
+    def _verified(self, pool: Pool, kept: list[int]) -> tuple[list[int], list[int], float]:
         """The accepted path through the tree, the pick at each node, and the number of tokens that were to be expected."""
-        if not draft.kept or draft.kept == [[0]]:
+        if len(kept) == 1:
             return [0], [1], 1.0
-        pool, kept, true = draft.pools[0], draft.kept[0], self.source.true
+        true = self.source.true
         reached, picks = {0: 1.0}, dict.fromkeys(kept, 1)
         for node in kept[1:]:
             reached[node] = reached[pool.parents[node]] * true[node]

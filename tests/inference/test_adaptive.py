@@ -30,10 +30,10 @@ from simulated import (
 
 from headstart.inference.adaptive.acceptance import TEXT_SPREAD, Acceptance, Offset
 from headstart.inference.adaptive.best_tree import best_tree
-from headstart.inference.adaptive.latency import Costs
+from headstart.inference.adaptive.latency import PASS, Costs
 from headstart.inference.engine.tree import Pool
-from headstart.inference.sources.source import Draft
-from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.policy import Draft, Policy
+from headstart.inference.sources.source import Rows
 
 by_name = pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 
@@ -133,14 +133,16 @@ def test_heads_rest_only_in_steps_in_which_n_grams_are_sure() -> None:
     """Texts repeat themselves here and there: the next step may have no n-gram."""
     with simulated_time() as clock:
         heads = SimulatedSource(Heads(), SMOLLM2, clock)
-    speculation, found = Speculation([heads]), Pool(0)
-    speculation.costs, speculation.steps = Costs({1: list(SMOLLM2.passes)}), 99
+    policy, costs, rows, found = Policy([heads]), Costs(), Rows([0], [40], [0]), Pool(0)
+    for nodes, seconds in SMOLLM2.passes * 2:
+        costs.add(PASS, 1, nodes, seconds)
     for node in range(12):
         found.add("suffix", node, 1, -0.01, 0.97)
     for share, depths in ((0.5, True), (0.02, False)):
-        heads.acceptance.levels, heads.purse = [[share]], 0.0
-        assert not speculation.depths(Draft([found], [40]), heads) and not heads.pause
-        assert bool(speculation.depths(Draft([Pool(0)], [40]), heads)) is depths is not bool(heads.pause)
+        heads.acceptance.levels, policy.budgets[heads] = [[share]], 0.0
+        policy.begin([0])
+        assert not policy.plan(Draft(rows, costs, [found]), heads).depths
+        assert bool(policy.plan(Draft(rows, costs, [Pool(0)]), heads).depths) is depths
 
 
 def test_deep_drafts_are_tried_again() -> None:

@@ -45,7 +45,7 @@ def test_nodes_equal_their_sequences(family: str) -> None:
         for row, trie in enumerate(tries):
             kept, ends[row] = trie.keep(ends[row], [-1 for _ in ends[row]])
             paths.append(kept)
-        cache.keep(paths, [len(path) for path in paths])
+        cache.keep(paths)
         cache.lengths_B = torch.tensor([trie.shared for trie in tries])
 
 

@@ -105,7 +105,7 @@ def test_keep_moves_paths_behind_the_end(lengths: list[int]) -> None:
     before = [tuple(x.clone() for x in cache.layer(i)) for i in range(3)]
     paths = [[0, 2, 3, 6], [0, 1], [0, 4, 5]][: len(lengths)]
     counts = [len(path) for path in paths]
-    cache.keep(paths, counts)
+    cache.keep(paths)
     assert cache.lengths_B.tolist() == [n + c for n, c in zip(lengths, counts, strict=True)]
     assert cache.longest == max(cache.lengths_B.tolist())
     for i in range(3):

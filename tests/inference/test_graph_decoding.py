@@ -22,11 +22,10 @@ from headstart.heads.base import Drafter
 from headstart.inference.capture.capture import CaptureReport
 from headstart.inference.capture.captured import Captured
 from headstart.inference.early_exit import EarlyExit
-from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
+from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.policy import Draft, Policy
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.sources.source import Draft
-from headstart.inference.speculation.speculation import Speculation
 
 SMALLER = {"draft_vocab_size": 20}
 """The variants' draft vocabulary is larger than these backbones' vocabulary."""
@@ -41,12 +40,11 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Has trees of random sizes verified, with single steps among them; called with a seed before each text."""
     chance = random.Random()
 
-    def choose(self: Speculation, draft: Draft) -> CandidateTree:
-        nodes = min(chance.choice(SIZES), max(len(pool.tokens) for pool in draft.pools))
-        draft.kept = [pool.best(nodes) for pool in draft.pools]
-        return CandidateTree.of(draft.pools, draft.kept) if nodes > 1 else root_only([pool.tokens[0] for pool in draft.pools])
+    def choose(self: Policy, draft: Draft) -> CandidateTree:
+        nodes = chance.choice(SIZES)
+        return CandidateTree.of(draft.pools, [pool.best(nodes) for pool in draft.pools])
 
-    monkeypatch.setattr(Speculation, "choose", choose)
+    monkeypatch.setattr(Policy, "choose", choose)
     return chance.seed
 
 

@@ -105,8 +105,8 @@ def test_a_wrong_pass_over_trees_is_no_rounding(dtype: torch.dtype, monkeypatch:
     tree = Reader.tree
 
     def off(self: Reader, *given: object) -> object:
-        features, logits_BNV = tree(self, *given)  # type: ignore[arg-type]
-        return features, logits_BNV + 1000
+        features, logits_BNV, added = tree(self, *given)  # type: ignore[arg-type]
+        return features, logits_BNV + 1000, added
 
     monkeypatch.setattr(Reader, "tree", off)
     wrong.measure(ids_T, len(PROMPT_T))

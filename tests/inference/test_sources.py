@@ -12,17 +12,16 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter, DrafterConfig
-from headstart.inference.adaptive.latency import Costs
+from headstart.inference.adaptive.latency import PASS, Costs
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.inference.policy import Draft, Policy
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.levels import Progress
-from headstart.inference.sources.source import Draft
-from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.sources.proposer import Candidates, Proposer
+from headstart.inference.sources.source import Rows
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
 
@@ -31,40 +30,62 @@ def source_of(drafter: Drafter) -> DrafterSource:
     return DrafterSource("0", drafter, Capturer("off", torch.device("cpu")))
 
 
-def test_a_pass_in_which_something_was_captured_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levels are captured when first drafted, long after the forward pass; only the passes with a capture are left out."""
-    of, timed, passes = SpeculativeModel(backbone("llama"), proposers=[SuffixProposer()], capture="off"), [], []
-    observe, time = Speculation.observe, Speculation.time
+class Recorder(Proposer):
+    """Proposes nothing; in some passes, something else is captured meanwhile."""
 
-    def noted(speculation: Speculation, *args: Any) -> None:
-        passes.append(len(passes))
-        if passes[-1] in (2, 5):
+    name = "recorder"
+
+    def __init__(self, captured: tuple[int, ...]) -> None:
+        self.captured, self.passes = captured, 0
+
+    def open(self, sequence: int, tokens: list[int]) -> None:
+        """It has no state."""
+
+    def extend(self, sequence: int, tokens: list[int]) -> None:
+        self.passes += 1
+        if self.passes in self.captured:
             void_running()
-        observe(speculation, *args)
 
-    monkeypatch.setattr(Speculation, "observe", noted)
-    monkeypatch.setattr(Speculation, "time", lambda *args: timed.append(passes[-1]) or time(*args))
-    say(of, {"input_ids": prompts((9,))[0][None]}, **OPTIONS)
-    assert timed == [number for number in passes if number not in (2, 5)] and len(timed) > 4
+    def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
+        return Candidates([7], [-1], [-1.0])
+
+
+def test_a_pass_in_which_something_was_captured_is_not_timed() -> None:
+    """Levels are captured when first drafted, long after the forward pass; only the passes with a capture are left out."""
+    timed, options = [], OPTIONS | {"tree": TreeShape(2, 1)}
+    for captured in ((), (3, 6)):
+        of = SpeculativeModel(backbone("llama"), proposers=[Recorder(captured)], capture="off")
+        out = say(of, {"input_ids": prompts((9,))[0][None]}, **options)
+        (costs,) = of.engine(True).policy.costs.timed[""].values()
+        timed.append(costs.steps)
+    assert timed[1] == timed[0] - 2 == out.passes - 2
 
 
 def measured() -> Costs:
     """A step of 5 ms, and nodes that cost little."""
-    return Costs({1: [(1, 5e-3), (64, 6e-3)]})
+    costs = Costs()
+    for nodes in (1, 2, 64) * 3:
+        costs.add(PASS, 1, nodes, 5e-3 + nodes * 1.6e-5)
+    return costs
+
+
+def depths_of(source: DrafterSource, costs: Costs, pool: Pool, remaining: int) -> int:
+    """How deep it drafts, without trials."""
+    policy = Policy([source])
+    policy.budgets[source] = 0.0
+    return policy.plan(Draft(Rows([3], [remaining], [0]), costs, [pool]), source).depths
 
 
 def test_a_drafter_rests_where_a_proposer_is_sure() -> None:
-    source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
-    speculation = Speculation([source])
-    speculation.costs = measured()
-    speculation.costs.add_part(source.timed_as(1, 3), 1, 3, 1e-3)
-    source.purse, source.acceptance.levels = 0.0, [[0.9]]  # no trials
+    source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), measured()
+    costs.add(source.timed_as(1, 3)[0], 1, 3, 1e-3)
+    source.acceptance.levels = [[0.9]]
 
     def depths(*probs: float) -> int:
         pool, node = Pool(3), 0
         for prob in probs:
             node = pool.add("suffix", node, 7, 0.0, prob)
-        return speculation.depths(Draft([pool], [9]), source)
+        return depths_of(source, costs, pool, 9)
 
     assert depths() == 3 and depths(0.1, 0.1) == 3, "little was drafted"
     assert depths(0.97, 0.97, 0.97) == 0, "all was drafted"
@@ -74,11 +95,10 @@ def test_a_drafter_rests_where_a_proposer_is_sure() -> None:
 @pytest.mark.parametrize("remaining", [[-1], [0], [-1, 0], []])
 def test_nothing_is_drafted_where_no_token_can_follow(remaining: list[int]) -> None:
     source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
+    roots = [3] * len(remaining)
     for costs in (Costs(), measured()):
-        speculation = Speculation([source])
-        speculation.costs = costs
         for shape in (None, TreeShape(8, 2), TreeShape(8, 2, 3)):
-            assert not speculation.depths(Draft([Pool(3) for _ in remaining], remaining, shape=shape), source)
+            assert not Policy([source]).draft(Rows(roots, remaining, [*range(len(roots))], shape=shape), costs).parts
 
 
 @pytest.mark.parametrize(("acceptance", "given", "drafted"), [(0.9, None, 4), (0.1, None, 1), (0.9, 2, 2), (0.9, 3, 3)])
@@ -86,13 +106,11 @@ def test_adaptive_trees_are_deeper_than_trained_where_drafts_are_accepted(accept
     """Up to twice as deep, unless a depth is given; further depths are expected to be accepted as the last one is."""
     drafter = random_drafter("eagle3", backbone("llama"), depth=2)
     drafter.set_depth(given)
-    source = source_of(drafter)
-    speculation = Speculation([source])
-    speculation.costs = measured()
-    speculation.costs.add_part(source.timed_as(1, drafter.depth), 1, drafter.depth, drafter.depth * 1e-3)
-    source.purse, source.acceptance.levels = 0.0, [[0.9], [acceptance]]
-    assert speculation.depths(Draft([Pool(3)], [20]), source) == drafted
-    assert speculation.depths(Draft([Pool(3)], [1]), source) == 1
+    source, costs = source_of(drafter), measured()
+    costs.add(source.timed_as(1, drafter.depth)[0], 1, drafter.depth, drafter.depth * 1e-3)
+    source.acceptance.levels = [[0.9], [acceptance]]
+    assert depths_of(source, costs, Pool(3), 20) == drafted
+    assert depths_of(source, costs, Pool(3), 1) == 1
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
@@ -101,7 +119,7 @@ def test_extending_the_state_and_drafting_all_depths_are_one_call(kind: str) -> 
     of = SpeculativeModel(backbone("llama"), random_drafter(kind, backbone("llama"), depth=3), capture="trace")
     rows, options = left_padded(prompts((9, 6))), {"do_sample": False, "max_new_tokens": 14}
     out = say(of, rows, tree=TreeShape(8, 3), return_dict_in_generate=True, **options)
-    source = of.engine(True).speculation.of_kind(DrafterSource)[0]
+    source = of.engine(True).policy.of_kind(DrafterSource)[0]
     assert source._round.calls == out.passes and source._round.fallback is None and source._round.captures_made
     assert not source._steps.calls + source._step.calls + source._extend.calls
     assert torch.equal(out.sequences, say(of, rows, speculate=False, **options))
@@ -132,7 +150,7 @@ def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_w
     for accepted, width in ((0, 3), (2, 3), (1, 3), (3, 1), (1, 3), (2, 3)):
         place_BT = torch.arange(accepted).expand(2, accepted)
         source.append(after_root if accepted == 1 else further.gather(place_BT, place_BT < 3))
-        source.draft(Draft([Pool(3), Pool(4)], [9, 9], cache=cache, shape=TreeShape(8, width, 3)), 3)
+        source.draft(Rows([3, 4], [9, 9], [0, 1], cache, TreeShape(8, width, 3)), [Pool(3), Pool(4)], 3)
         if accepted == 3:
             source.select([1, 0])
     captures = source._round.captures_made
@@ -167,10 +185,9 @@ def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() ->
     source, features = source_of(drafter), on.read(torch.arange(1, 6)[None])
     source.join([0], [[]], features)
     source.prepare(6, 3, None)
-    draft = Draft([Pool(7)], [9], shape=TreeShape(99, 3))
-    source.draft(draft, source.fixed_depths(TreeShape(99, 3), 9))
+    pool = Pool(7)
+    source.draft(Rows([7], [9], [0], shape=TreeShape(99, 3)), [pool], source.fixed_depths(TreeShape(99, 3), 9))
     assert drafter.steps == [[7]]
-    pool = draft.pools[0]
     for depth in range(4):
         logits = on.readout(features.hidden_BTD[0, -1] + (depth + 1) * on.embed(torch.tensor(7)))
         best = set(logits.topk(3).indices.tolist())
@@ -193,9 +210,9 @@ def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
 
     def drafted(source: DrafterSource, rows: int) -> list[list[int]]:
         source.prepare(30, 3, None)
-        draft = Draft([Pool(5) for _ in range(rows)], [9] * rows, shape=TreeShape(40, 3))
-        source.draft(draft, source.depth)
-        return [pool.tokens for pool in draft.pools]
+        pools = [Pool(5) for _ in range(rows)]
+        source.draft(Rows([5] * rows, [9] * rows, [*range(rows)], shape=TreeShape(40, 3)), pools, source.depth)
+        return [pool.tokens for pool in pools]
 
     both = source_of(drafter)
     both.join([0], [[]], part([0], 0, 6))
@@ -222,32 +239,6 @@ def test_beams_of_several_rows_on_a_cpu_are_chains() -> None:
     sampled = source.timed_as(1, 3)
     source.start(sampled=False)
     assert source.timed_as(1, 3) != sampled, "their costs are kept apart"
-
-
-class CompiledToOneDepth:
-    """Stands for compiled drafts, of which those deeper than one depth are not there yet."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __call__(self, progress: Progress, *inputs: Any) -> tuple[Any] | None:
-        return (self.function(progress, *inputs),) if progress.count == 1 else None
-
-
-def test_drafts_are_timed_by_how_they_were_made() -> None:
-    """A depth that was never drafted is expected to be compiled as others are; one that was not compiled costs what it did."""
-    on = backbone("llama")
-    source = source_of(random_drafter("eagle3", on, depth=4))
-    for captured in (source._steps, source._round):
-        captured.compiled = CompiledToOneDepth(captured.function)  # type: ignore[assignment]
-    source.start(False)
-    source.join([0], [[]], on.read(torch.arange(1, 6)[None], taps=source.drafter.taps))
-    assert source.timed_as(1, 4) == ("0", "", False), "nothing is known"
-    for depths in (1, 4):
-        assert (source.timed_as(1, depths) == ("0", "compiled", False)) == (depths == 4), "as the last was"
-        source.prepare(30, 2, None)
-        source.draft(Draft([Pool(3)], [9], shape=TreeShape(9, 2)), depths)
-        assert (source.timed_as(1, depths) == ("0", "compiled", False)) == (depths == 1)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
-from headstart.inference.adaptive.calibration import Calibration, Table
-from headstart.inference.adaptive.latency import INTERVAL, CostModel, Costs, RecentTimes
+from headstart.inference.adaptive.acceptance import Acceptance, Table
+from headstart.inference.adaptive.latency import INTERVAL, PASS, CostModel, Costs, RecentTimes
 from headstart.inference.engine.tree import TREE_SIZES, Pool
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.source import Draft
-from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.policy import Draft, Policy
+from headstart.inference.sources.source import Rows
 
 
 def test_a_table_starts_as_the_estimate_and_learns_what_it_is_worth() -> None:
@@ -39,12 +39,12 @@ def test_a_table_forgets_slowly() -> None:
     assert table.prob(math.log(0.5)) < 0.1
 
 
-def test_calibration_is_by_depth_and_survives_its_file() -> None:
-    calibration = Calibration()
+def test_tables_are_by_depth_and_survive_their_file() -> None:
+    acceptance = Acceptance()
     for _ in range(50):
-        calibration.table(0).learn(-1.0, True)
-        calibration.table(2).learn(-1.0, False)
-    for one in (calibration, Calibration.from_json(calibration.to_json())):
+        acceptance.table(0).learn(-1.0, True)
+        acceptance.table(2).learn(-1.0, False)
+    for one in (acceptance, Acceptance.from_json(acceptance.to_json())):
         assert one.table(0).prob(-1.0) > 0.8 > 0.2 > one.table(2).prob(-1.0)
         assert one.table(1).prob(-1.0) == pytest.approx(math.exp(-1), rel=0.1)
         assert one.table(30) is one.table(99) is not one.table(6)
@@ -62,23 +62,23 @@ def test_one_slow_pass_says_nothing() -> None:
 def test_what_was_timed_on_a_busy_machine_is_forgotten_all_at_once() -> None:
     costs = Costs()
     for nodes, seconds in ((1, 0.1), (4, 0.2), (1, 0.1), (4, 0.2), (1, 0.1)):
-        costs.add_pass(1, nodes, seconds)
-        costs.add_part("0", 1, 2, 0.02)
+        costs.add(PASS, 1, nodes, seconds)
+        costs.add("0", 1, 2, 0.02)
     assert not costs.tree_due(1)
-    costs.add_pass(1, 1, 0.01)
+    costs.add(PASS, 1, 1, 0.01)
     assert costs.of_pass(1, 1) == 0.01 and costs.tree_due(1) and costs.of_part("0", 1, 2) is None
 
 
 def test_costs_between_and_beyond_what_was_timed() -> None:
     costs = Costs()
-    costs.add_pass(1, 1, 4e-3)
+    costs.add(PASS, 1, 1, 4e-3)
     assert costs.of_pass(1, 11) == pytest.approx(4e-3 * 1.3), "a guess, until a tree has been timed"
     for nodes, seconds in ((8, 6e-3), (15, 8e-3)):
-        costs.add_pass(1, nodes, seconds)
+        costs.add(PASS, 1, nodes, seconds)
     assert costs.of_pass(1, 11) == pytest.approx(6.86e-3, rel=0.01) and costs.of_pass(1, 36) == pytest.approx(14e-3, rel=0.01)
     assert costs.of_pass(1, 2) >= costs.of_pass(1, 1)
     for _ in range(3):
-        costs.add_pass(1, 11, 7.5e-3)
+        costs.add(PASS, 1, 11, 7.5e-3)
     assert costs.of_pass(1, 11) == 7.5e-3 and costs.of_pass(1, 8) <= 7.5e-3, "often enough timed to be believed"
 
 
@@ -87,13 +87,12 @@ def test_slow_first_times_do_not_stay() -> None:
     costs = Costs()
     for nodes, times in ((1, [17e-3] * 3), (3, [19e-3] * 3), (4, [0.2, 0.7])):
         for seconds in times:
-            costs.add_pass(1, nodes, seconds)
+            costs.add(PASS, 1, nodes, seconds)
     assert costs.of_pass(1, 4) == 0.2 and costs.of_pass(1, 8) == pytest.approx(24e-3), "two times say little of other sizes"
-    assert costs.at_another_length().of_pass(1, 8) == pytest.approx(24e-3)
-    costs.add_part("0", 1, 4, 0.3)
+    costs.add("0", 1, 4, 0.3)
     for _ in range(INTERVAL + 1):
-        costs.add_pass(1, 3, 19e-3)
-        costs.add_part("0", 1, 2, 3e-3)
+        costs.add(PASS, 1, 3, 19e-3)
+        costs.add("0", 1, 2, 3e-3)
     assert costs.of_pass(1, 4) == pytest.approx(20e-3) and costs.of_part("0", 1, 4) == pytest.approx(6e-3)
     assert costs.of_pass(1, 1) == 17e-3, "plain steps are timed now and then"
 
@@ -106,7 +105,7 @@ def test_the_first_steps_are_of_known_sizes_and_plain_ones_are_timed_now_and_the
         due = costs.plain_due(8)
         if due:
             plain.append(number)
-        costs.add_pass(8, 1 if due else 2, 5e-3 if due else 6e-3)
+        costs.add(PASS, 8, 1 if due else 2, 5e-3 if due else 6e-3)
     assert plain == [2, 3, 104, 205] and not costs.tree_due(8)
     assert costs.of_pass(8, 1) == costs.of_pass(15, 1) == 5e-3 and costs.of_pass(8, 2) == 6e-3
     assert costs.tree_due(7) and costs.tree_due(16) and not costs.tree_due(15), "by octaves"
@@ -115,30 +114,22 @@ def test_the_first_steps_are_of_known_sizes_and_plain_ones_are_timed_now_and_the
 def test_drafts_cost_what_those_of_other_depths_and_of_about_as_many_rows_do() -> None:
     costs = Costs()
     assert costs.of_part("0", 4, 3) is None
-    costs.add_part("0", 4, 5, 4e-3)
-    costs.add_part("0", 4, 1, 2e-3)
+    costs.add("0", 4, 5, 4e-3)
+    costs.add("0", 4, 1, 2e-3)
     assert [costs.of_part("0", 4, depths) for depths in (1, 3, 5)] == pytest.approx([2e-3, 3e-3, 4e-3])
-    costs.add_part("2", 1, 1, 2e-3)
-    costs.add_part("2", 1, 2, 2.001e-3)
+    costs.add("2", 1, 1, 2e-3)
+    costs.add("2", 1, 2, 2.001e-3)
     assert costs.of_part("2", 1, 10) == pytest.approx(2.001e-3 * 2), "twice as many take a quarter more at least"
     assert costs.of_part("0", 6, 5) == 4e-3 and costs.of_part("0", 8, 5) is None and costs.of_part("1", 4, 5) is None
-    assert costs.at_another_length().of_part("0", 4, 5) == 4e-3
 
 
 def test_costs_of_one_batch_size_inform_others() -> None:
     """Positions determine the cost, here 8 ms and a third of one each; other batch sizes share what was measured."""
     costs = Costs()
     for rows, nodes in ((8, 1), (8, 12), (1, 12)):
-        costs.add_pass(rows, nodes, 8e-3 + rows * nodes / 3e3)
+        costs.add(PASS, rows, nodes, 8e-3 + rows * nodes / 3e3)
     for rows, nodes in ((3, 1), (7, 1), (5, 16), (4, 10)):
         assert costs.of_pass(rows, nodes) == pytest.approx(8e-3 + rows * nodes / 3e3, rel=0.1), (rows, nodes)
-
-
-def test_a_curve_of_another_length_is_followed_and_drifts_with_the_machine() -> None:
-    costs = Costs({1: [(1, 4e-3), (16, 7e-3), (64, 19e-3)]})
-    assert not costs.tree_due(1) and costs.of_pass(1, 40) == pytest.approx(13e-3) and costs.of_pass(1, 112) == pytest.approx(31e-3)
-    costs.add_pass(1, 16, 14e-3)  # twice as slow today
-    assert costs.of_pass(1, 64) == pytest.approx(38e-3) and costs.of_pass(1, 16) == 14e-3
 
 
 def test_other_lengths_cost_what_the_nearest_do_until_they_are_timed() -> None:
@@ -146,23 +137,21 @@ def test_other_lengths_cost_what_the_nearest_do_until_they_are_timed() -> None:
     known = CostModel()
     short = known.at(30)
     assert short is known.at(256)
-    for nodes, seconds in ((1, 4e-3), (12, 8e-3)):
-        short.add_pass(1, nodes, seconds)
-    short.add_part("host", 1, 1, 1e-3)
+    for nodes, seconds in ((1, 4e-3), (12, 8e-3)) * 2:
+        short.add(PASS, 1, nodes, seconds)
+    short.add("host", 1, 1, 1e-3)
     long = known.at(5000)
     assert not long.tree_due(1) and not long.plain_due(1) and long.of_pass(1, 12) == 8e-3 and long.of_part("host", 1, 1) == 1e-3
-    long.add_pass(1, 1, 8e-3)  # AR steps after a long sequence: trees are assumed to take twice as long too
-    assert long.of_pass(1, 12) == pytest.approx(16e-3) and short.of_pass(1, 12) == 8e-3
-    for _ in range(3):
-        long.add_pass(1, 12, 60e-3)
+    for _ in range(6):
+        long.add(PASS, 1, 12, 60e-3)
     assert long.of_pass(1, 12) == 60e-3 and known.at(6000).of_pass(1, 12) == 60e-3 and known.at(200).of_pass(1, 12) == 8e-3
 
 
 def test_times_of_eager_passes_do_not_count_for_captured_ones() -> None:
     costs = CostModel()
-    costs.at(9).add_pass(1, 1, 9e-3)
+    costs.at(9).add(PASS, 1, 1, 9e-3)
     assert costs.at(9, "captured").tree_due(1), "captured passes are faster"
-    costs.at(9, "captured").add_pass(1, 1, 4e-3)
+    costs.at(9, "captured").add(PASS, 1, 1, 4e-3)
     assert costs.at(9000, "captured").of_pass(1, 1) == 4e-3 and costs.at(9).of_pass(1, 1) == 9e-3
 
 
@@ -174,9 +163,11 @@ def pools(*probs: float) -> list[Pool]:
 
 
 def chosen(draft_pools: list[Pool], curve: list[tuple[int, float]], remaining: list[int] | None = None, queued: bool = False) -> int:
-    speculation = Speculation()
-    speculation.costs = Costs({len(draft_pools): curve})
-    return speculation.choose(Draft(draft_pools, remaining or [9] * len(draft_pools), queued=queued)).size
+    costs, rows = Costs(), len(draft_pools)
+    for nodes, seconds in curve * 3:
+        costs.add(PASS, rows, nodes, seconds)
+    asked = Rows([0] * rows, remaining or [9] * rows, [*range(rows)], queued=queued)
+    return Policy().choose(Draft(asked, costs, draft_pools)).size
 
 
 def test_the_size_is_the_one_with_the_most_tokens_a_second() -> None:

@@ -29,8 +29,7 @@ def learned() -> Acceptance:
         second = pool.add("heads", first, 3, math.log(0.3), 0.3)
         hit = number % 3 == 0
         accepted = {0: 2, first: 3, second: 9} if hit else {0: 7}
-        acceptance.note(pool, "heads", 2)
-        acceptance.learn(pool, 0, "heads", accepted)
+        acceptance.learn(pool, "heads", 0, 2, accepted)
     return acceptance
 
 
@@ -38,7 +37,7 @@ def test_it_survives_its_file() -> None:
     before = learned()
     after = Acceptance.from_json(json.loads(json.dumps(before.to_json())))
     for depth, score in ((0, math.log(0.9)), (1, math.log(0.3)), (3, -1.0)):
-        assert after.prob(5, depth, score) == pytest.approx(before.calibration.table(depth).prob(score), abs=0.01)
+        assert after.prob(5, depth, score) == pytest.approx(before.table(depth).prob(score), abs=0.01)
     assert after.prob(5, 0, math.log(0.9)) < 0.6, "not what the score says"
     assert sum(after.levels, []) == pytest.approx(sum(before.levels, []), abs=1e-3)
     assert after.texts.keys() == {5}, "nothing of single texts is kept"
@@ -52,7 +51,7 @@ def test_heads_start_from_what_their_evaluation_measured(tmp_path: Path) -> None
     stored: dict[str, Any] = {"sampled": False, **learned().to_json()}
     of.drafter.save_pretrained(tmp_path / "heads", extra={"acceptance": stored})
     loaded = headstart.load(tmp_path / "heads", backbone=model)
-    (source,) = loaded.engine(True).speculation.sources
+    (source,) = loaded.engine(True).policy.sources
     assert source.by_mode[False].prob(0, 0, math.log(0.9)) < 0.6 < 0.8 < source.by_mode[True].prob(0, 0, math.log(0.9))
     rows = {"input_ids": prompts((9,))[0][None]}
     assert torch.equal(say(loaded, rows, max_new_tokens=20, do_sample=False), say(of, rows, max_new_tokens=20, do_sample=False))

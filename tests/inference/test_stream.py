@@ -13,9 +13,10 @@ from test_rotary import heads as turning
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, Tally, continue_text
+from headstart.inference.measure import Settings, continue_text
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.stream import Ended, Prompt, Queue, Step, stream
+from headstart.inference.steps import Tally
+from headstart.inference.stream import Ended, Progress, Prompt, Queue, stream
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 192}
 LENGTHS = (9, 14, 3, 30, 22, 5, 17, 11, 40)
@@ -29,7 +30,7 @@ def model() -> SpeculativeModel:
     return SpeculativeModel(on, random_drafter("eagle3", on, depth=3), proposers=[SuffixProposer()], capture="off")
 
 
-def steps_of(model: SpeculativeModel, asked: list[Prompt], queue: Queue) -> list[Step]:
+def steps_of(model: SpeculativeModel, asked: list[Prompt], queue: Queue) -> list[Progress]:
     waiting = iter(asked)
     return list(stream(model, lambda: next(waiting, None), queue))
 
@@ -49,7 +50,7 @@ def test_each_text_is_its_own(model: SpeculativeModel, settings: Settings, batch
     assert all(len(step.written) <= batch_size for step in steps)
     for step in steps:
         if step.forward is not None:
-            tally.add_pass(step.forward)
+            tally.add(step.forward)
     assert tally.tokens + len(ids) == sum(map(len, texts.values())) and tally.passes == sum(step.forward is not None for step in steps)
     assert sum(count for step in steps for _, count in step.written) == tally.emitted
 

@@ -20,9 +20,9 @@ from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import MAX_PROB, CandidateTree, Pool, TreeShape, root_only
 from headstart.inference.engine.verify import accept, pick
+from headstart.inference.policy import Policy
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.source import Draft, DraftScoring
-from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.sources.source import DraftScoring, Rows
 from headstart.support.errors import UserError
 
 Path = tuple[int, ...]
@@ -55,11 +55,10 @@ class Table(Drafter):
 def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftScoring | None = None, room: int = 99) -> CandidateTree:
     """The tree that the drafter alone drafts below these roots."""
     source = DrafterSource("0", drafter, Capturer("off", torch.device("cpu")))
-    draft = Draft([Pool(root) for root in roots], [room] * len(roots), shape=shape, scoring=lambda _: scoring or DraftScoring())
+    rows = Rows(roots, [room] * len(roots), [*range(len(roots))], shape=shape, scoring=lambda _: scoring or DraftScoring())
     source.state = [[] for _ in roots]
-    if depths := source.fixed_depths(shape, room):
-        source.draft(draft, depths)
-    return Speculation([source]).choose(draft)
+    policy = Policy([source])
+    return policy.choose(policy.draft(rows, policy.costs.at(0)))
 
 
 def paths_of(tree: CandidateTree, row: int) -> list[Path]:

@@ -23,9 +23,10 @@ from headstart.heads.checkpoint import require_sizes
 from headstart.inference.capture.plugin import compile_lacking
 from headstart.inference.engine.request import context_of
 from headstart.inference.generate import SpeculativeModel, load
-from headstart.inference.measure import Settings, Tally
+from headstart.inference.measure import Settings
 from headstart.inference.proposers.recycling import RecyclingProposer
 from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.inference.steps import Tally
 from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash
@@ -95,7 +96,7 @@ class InProcess:
         with contextlib.closing(stream(self.heads, lambda: ahead.pop() if ahead else take(), queue)) as steps:
             for step in steps:
                 if step.forward is not None:
-                    self.tally.add_pass(step.forward)
+                    self.tally.add(step.forward)
                 wrote(sum(tokens for _, tokens in step.written))
                 for ended in step.ended:
                     item = ended.prompt.key

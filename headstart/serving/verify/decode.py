@@ -36,11 +36,11 @@ def _headstart_transcript(heads: SpeculativeModel, prompt: list[int], settings: 
     shape = TreeShape(nodes=settings.depth + 1, width=1, depth=settings.depth)
     ids_1T = torch.tensor([prompt], device=heads.backbone.device)
     request = Request.plain(ids_1T, most, settings.end_tokens, LogitsProcessorList(), sample=False)
-    decoder = Decoder(engine.reader, engine.speculation, request, shape, None, 1)
+    decoder = Decoder(engine.reader, engine.policy, request, shape, None, 1)
     rounds, position, end = [], len(prompt) + 1, len(prompt) + settings.new_tokens
     for step in decoder.run():
         if position < end and step.nodes > 1:
-            rounds.append(Round(position, tuple(decoder.tree.tokens[0][1:]), step.kept[0]))
+            rounds.append(Round(position, tuple(step.trees[0].tokens[1:]), step.trees[0].kept))
         position += step.written[0]
     return Transcript(tuple(prompt), tuple(decoder.texts.of[0].written[: settings.new_tokens]), tuple(rounds))
 

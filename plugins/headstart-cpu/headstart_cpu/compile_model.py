@@ -73,7 +73,7 @@ def compile_lacking(heads: SpeculativeModel, batch: int = 1) -> None:
 
 def _decode(engine: Engine, batch: int) -> None:
     """Decode a few steps with every number of depths that adaptive trees may have, greedy and sampled."""
-    backbone, drafters = engine.reader.backbone, engine.speculation.of_kind(DrafterSource)
+    backbone, drafters = engine.reader.backbone, engine.policy.of_kind(DrafterSource)
     depths = sorted({count for source in drafters for count in source.counts}) or [1]
     for rows in (1, 2)[: min(batch, 2)]:
         width = max((source.width(rows) for source in drafters), default=1)
@@ -82,6 +82,6 @@ def _decode(engine: Engine, batch: int) -> None:
             seeds_B = torch.zeros(rows, dtype=torch.int64, device=backbone.device) if sample else None
             for depth in depths:
                 request = Request.plain(ids_BT, PROMPT + (STEPS + 1) * (depth + 1), (), LogitsProcessorList(), sample)
-                decoder = Decoder(engine.reader, engine.speculation, request, TreeShape(depth * width + 1, width, depth), seeds_B, rows)
+                decoder = Decoder(engine.reader, engine.policy, request, TreeShape(depth * width + 1, width, depth), seeds_B, rows)
                 for _, step in zip(range(STEPS), decoder.run(), strict=False):
                     assert step.nodes

@@ -167,7 +167,7 @@ def test_captured_passes_write_the_same_sequences(family: str, kind: str) -> Non
             for tree in (TreeShape(3, 2) if sample else TreeShape(12, 4), "auto"):
                 assert torch.equal(say(captured, rows, tree=tree, **options), truth), (lengths, sample, tree)
             assert torch.equal(say(captured, rows, speculate=False, **options), truth)
-    assert (engine := captured.engine(True)).reader.read.made and engine.speculation.of_kind(DrafterSource)[0].captured
+    assert (engine := captured.engine(True)).reader.read.made and engine.policy.of_kind(DrafterSource)[0].captured
 
 
 @pytest.mark.matrix("kind", cells=2)

@@ -121,7 +121,7 @@ def test_drafts_of_batches_are_one_program_for_any_number_of_rows(kind: str, mon
     assert len(programs) >= 2
     for program in programs:
         assert all(hold(program.conditions, EXAMPLES | {"rows": rows}) for rows in (2, 48)), program.conditions
-    (source,) = heads.engine(True).speculation.of_kind(DrafterSource)
+    (source,) = heads.engine(True).policy.of_kind(DrafterSource)
     assert all(one.compiled is None or one.compiled.reason is None for one in (source._steps, source._round))
 
 
@@ -139,7 +139,7 @@ def test_compiled_drafts_are_those_of_the_heads(kind: str) -> None:
             written = say(heads, rows, max_new_tokens=20, tree=shape, **options)
             assert torch.equal(written, say(heads, rows, max_new_tokens=20, speculate=False, **options))
             say(plain, rows, max_new_tokens=4, tree=shape, **options)
-    (source,) = heads.engine(True).speculation.of_kind(DrafterSource)
+    (source,) = heads.engine(True).policy.of_kind(DrafterSource)
     used = [one.compiled for one in (source._steps, source._round) if one.compiled is not None]
     assert all(one.reason is None for one in used) and (any(one.active for one in used) or not used)
     report = heads.engine(True).capturer.report()

@@ -21,8 +21,9 @@ from headstart.inference.bench.table import AR, capture_notes, conclusions, prin
 from headstart.inference.bench.timing import OtherPrograms
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, Tally, continue_text
+from headstart.inference.measure import Settings, continue_text
 from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.inference.steps import Tally
 from headstart.support.errors import UserError
 
 TREE = TreeShape(8, 3)
@@ -85,7 +86,7 @@ def test_systems_take_turns_in_rounds_after_a_short_warm_up(heads, monkeypatch):
         def write(self, prompts, settings, seeds):
             order.append((self.name, seeds[0]))
             now[0] += self.seconds
-            return Continuations([ids_T[:2] for ids_T in prompts], Tally(tokens=2 * len(prompts)))
+            return Continuations([ids_T[:2] for ids_T in prompts], Tally(texts=2 * len(prompts)))
 
     monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
     fast, slow = Noted("fast", 0.1), Noted("slow", 8.0)

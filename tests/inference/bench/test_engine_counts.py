@@ -14,7 +14,7 @@ from headstart.inference.bench.page import report_page
 from headstart.inference.bench.table import print_report
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, Tally, continue_texts
+from headstart.inference.measure import Settings, continue_texts
 from headstart.serving.verify.drafts import Round, Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
 
 DEPTH, NEW = 4, 15
@@ -64,12 +64,10 @@ def test_trees_and_proposals_that_drafted_nothing():
     truths = ahead(0.9)
     drafter = Scripted(backbone("llama"), truths, "oracle", DEPTH)
     heads, settings = SpeculativeModel(drafter.backbone, drafter, capture="off"), Settings(NEW, 0.9, tree=TreeShape(nodes=6, width=2))
-    tally = Tally()
-    tally.add(continue_texts(heads, prompts(), settings, list(range(5))))
+    tally = continue_texts(heads, prompts(), settings, list(range(5))).tally
     assert tally.engine_counts()["mean_acceptance_length"] >= tally.tau > 3
     assert tally.draft_tokens <= 5 * tally.drafts and tally.drafts == tally.row_passes
-    plain = Tally()
-    plain.add(continue_texts(SpeculativeModel(drafter.backbone, capture="off"), prompts(), Settings(NEW), [0] * 5))
+    plain = continue_texts(SpeculativeModel(drafter.backbone, capture="off"), prompts(), Settings(NEW), [0] * 5).tally
     assert plain.engine_counts() == {"mean_acceptance_length": None, "acceptance_rate_per_pos": [], "draft_acceptance_rate": None}
 
 

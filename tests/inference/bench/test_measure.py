@@ -16,7 +16,8 @@ from headstart.inference.bench.systems import HeadstartSystem
 from headstart.inference.bench.table import print_report
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_text, measure_tau
+from headstart.inference.measure import Settings, continue_by_transformers, continue_text, measure_tau
+from headstart.inference.steps import Tally
 from headstart.support.errors import UserError
 
 PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]

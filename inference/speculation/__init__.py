@@ -1,1 +1,0 @@
-"""The choice of sources and tree size for each decoding step."""
