@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 276, "lines": 37_948, "lines of code": 26_643}
-PLUGIN_LIMITS = {"files": 21, "lines": 2_685, "lines of code": 1_950}
-TEST_LIMITS = {"lines": 38_500, "setattr": 194, "setattr of a private name": 8}
+LIMITS = {"files": 274, "lines": 37_600, "lines of code": 26_360}
+PLUGIN_LIMITS = {"files": 21, "lines": 2_685, "lines of code": 1_956}
+TEST_LIMITS = {"lines": 38_530, "setattr": 192, "setattr of a private name": 8}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took."""
 IMPORTED = 103
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
