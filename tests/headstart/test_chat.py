@@ -168,7 +168,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, house, tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_one_line(name, house, tmp_path, stdin, capsys):
     argv, message = MISTAKES[name]
     if "VICUNA" in argv:
         tokenizer = load_tokenizer(str(house / "backbone"))
@@ -176,7 +176,7 @@ def test_a_mistake_is_one_line(name, house, tmp_path, monkeypatch, capsys):
         talker()[0].backbone.model.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         argv = [str(tmp_path) if word == "VICUNA" else word for word in argv]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\n"))
+    stdin("two\n")
     try:
         status = main(argv)
     except SystemExit as ended:  # argparse's own wording

@@ -1,6 +1,5 @@
 """The command ``headstart``: its output, its reports, and one line for every error."""
 
-import io
 import json
 import re
 import shutil
@@ -149,12 +148,12 @@ def test_sampling_is_governed_by_the_seed_and_nothing_else(house, tmp_path, caps
     assert capsys.readouterr().out == printed.out
 
 
-def test_prompt_from_a_file_and_from_a_pipe(house, tmp_path, monkeypatch, capsys):
+def test_prompt_from_a_file_and_from_a_pipe(house, tmp_path, stdin, capsys):
     (tmp_path / "prompt.txt").write_text("What is\ntwo?\n")
     expected = written(house, Settings(20), prompt="What is\ntwo?") + "\n"
     assert main(["generate", "--heads", "medusa", "--file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "20"]) == 0
     assert capsys.readouterr().out == expected
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is\ntwo?\n"))
+    stdin("What is\ntwo?\n")
     assert main(["generate", "--heads", "medusa", "--max-new-tokens", "20"]) == 0
     assert capsys.readouterr().out == expected
 
