@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import STRANGERS, VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
+from families import VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
 from test_contract import CLOSE, each_drafter, made
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads.backbone.features import Anchors, at_all_positions
-from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.inference.contract import chain, part
@@ -145,17 +143,6 @@ def test_trees_deeper_than_trained() -> None:
         say(medusa, rows, tree=TreeShape(12, 2, 3), **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_strangers_decode_losslessly(kind: str) -> None:
-    on, rows = backbone("llama"), left_padded(prompts((9, 1, 4)))
-    heads = SpeculativeModel(on, random_drafter(kind, on))
-    for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
-        plain = say(heads, rows, max_new_tokens=24, speculate=False, **options)
-        for more in ({"tree": TreeShape(12, 3)}, {"batch_size": 2}):
-            assert torch.equal(say(heads, rows, max_new_tokens=24, **options, **more), plain)
-
-
 def test_the_recipe_says_how_deep_is_drafted() -> None:
     on = backbone("llama")
     assert build_drafter("eagle3", on, {"depth": 2, "draft_depth": 4}).depth == 4
@@ -174,22 +161,13 @@ def test_no_weight_has_a_number_before_it_is_set(kind: str, arguments: dict[str,
     assert all(bool(tensor.isfinite().all()) for tensor in fresh.values() if tensor.is_floating_point())
 
 
-@each_drafter
-def test_a_weight_that_loading_misses_is_named(
-    kind: str, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on, drafter = made("llama", kind, arguments)
+def test_a_weight_that_loading_misses_is_named(tmp_path: Path) -> None:
+    """It is then not a number, as one that is none in the file."""
+    drafter = random_drafter("medusa", backbone("llama"))
+    drafter.get_parameter("heads.1.0.linear.bias").data.fill_(torch.nan)
     drafter.save_pretrained(tmp_path)
-    name = list(dict(drafter.named_parameters()))[-1]
-    load = type(drafter).load_tensors
-
-    def forgetful(self: Drafter, tensors: dict[str, Tensor]) -> None:
-        load(self, tensors)
-        self.get_parameter(name).data.fill_(torch.nan)
-
-    monkeypatch.setattr(type(drafter), "load_tensors", forgetful)
-    with pytest.raises(UserError, match=f"leaves weight {name} of"):
-        load_drafter(tmp_path, on)
+    with pytest.raises(UserError, match=r"leaves weight heads\.1\.0\.linear\.bias of"):
+        load_drafter(tmp_path, backbone("llama"))
 
 
 def test_init_from_that_forgets_a_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
