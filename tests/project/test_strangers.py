@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,6 @@ from headstart.inference.generate import SpeculativeModel
 LOSSES = {"tests.helpers.strangers.eagle1": {"terms": {"features": 1.0, "kl": 0.1}}, "tests.helpers.strangers.block": {}}
 DEPTHS = {"tests.helpers.strangers.eagle1": 1, "tests.helpers.strangers.block": 3}
 LONGEST = 120
-HEAD = (Path(__file__).parents[2] / "headstart" / "new_head" / "head.py").read_text()
-"""A head as a user of the project would write one."""
 
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -53,30 +50,6 @@ def test_memory_is_planned_for_them(kind: str, tmp_path: Path, capsys: pytest.Ca
     assert headstart(["plan", str(recipe), "--memory", "0.4"]) == 0  # less than torch takes, so it looks for no larger batch that fits
     out = capsys.readouterr().out
     assert "drafter activations" in out and "does not fit: 50" in out
-
-
-def test_a_head_in_a_package_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One new file with one class: trained, resumed, decoded, benchmarked and inspected by its dotted name."""
-    (tmp_path / "my_heads").mkdir()
-    (tmp_path / "my_heads" / "__init__.py").touch()
-    (tmp_path / "my_heads" / "linear.py").write_text(HEAD)
-    monkeypatch.syspath_prepend(tmp_path)
-    recipe, out = str(make_recipe(tmp_path, drafter={"kind": "my_heads.linear", "depth": 3, "bias": False})), str(tmp_path / "out")
-    for steps in (8, 12):
-        assert headstart(["train", recipe, f"train.steps={steps}", "train.schedule=constant"]) == 0
-    assert "resuming from" in capsys.readouterr().err
-    assert headstart(["inspect", out]) == 0 and "my_heads.linear" in capsys.readouterr().out
-    written = []
-    for more in (["--heads", out], ["--heads", out, "--no-draft"]):
-        assert headstart(["generate", *more, "--max-new-tokens", "24", "the cat"]) == 0
-        written.append(capsys.readouterr().out)
-    assert written[0] == written[1] != ""
-    bench = ["bench", "--heads", out, "--prompts", str(tmp_path / "text.jsonl"), "--limit", "2", "--temperature", "0", "1"]
-    assert headstart([*bench, "--max-new-tokens", "16", "--prompt-tokens", "8", "--json", str(tmp_path / "bench.json")]) == 0
-    results = json.loads((tmp_path / "bench.json").read_text())["results"]
-    assert [(row["kind"], row["depth"], row["identical"]) for row in results] == [("linear", 3, True)] * 2
-    assert headstart(["train", recipe, "drafter.bia=true", "train.steps=13"]) == 2
-    assert "unknown key drafter.bia; did you mean drafter.bias?" in capsys.readouterr().err
 
 
 def test_they_are_short() -> None:
