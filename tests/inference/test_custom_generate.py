@@ -49,6 +49,7 @@ def carried(model: PreTrainedModel, folder: Path, rows: dict[str, Tensor] = ROWS
     return model.generate(**rows, custom_generate=str(folder), **options)
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_it_writes_what_the_model_writes_alone(model: PreTrainedModel, folders: dict[str, Path], kind: str) -> None:
     folder = folders[kind]

@@ -39,10 +39,10 @@ def test_there_are_many_and_the_pages_of_use_have_some() -> None:
     assert all(any(part in line for line in ALL) for part in NOT_RUN), "an entry of NOT_RUN is out of date"
 
 
-@pytest.mark.parametrize("line", ALL)
-def test_it_parses(line: str) -> None:
-    words = shlex.split(line.partition(" < ")[0])[1:]
-    assert _parser(words).parse_args(words).command.name == words[0]
+def test_they_parse() -> None:
+    for line in ALL:
+        words = shlex.split(line.partition(" < ")[0])[1:]
+        assert _parser(words).parse_args(words).command.name == words[0], line
 
 
 @pytest.mark.usefixtures("on_the_cpu")
