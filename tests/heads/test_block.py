@@ -22,7 +22,6 @@ from headstart.heads.block import Block, _taps
 from headstart.heads.layers.block_attention import lay_out
 from headstart.heads.methods import build_drafter
 from headstart.inference.contract import chain, draft
-from headstart.support.errors import UserError
 
 CORRECTIONS = ["none", "markov", "recurrent"]
 
@@ -210,26 +209,3 @@ def test_start_values() -> None:
 )
 def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
     assert _taps(None, layers) == taps
-
-
-@pytest.mark.parametrize(
-    "arguments,named",
-    [
-        ({"depth": 97}, "longer than the backbone's context of 96"),
-        ({"taps": [0]}, "layer counts from 1"),
-        ({"taps": [LAYERS + 1]}, "layer counts from 1"),
-        ({"taps": []}, "layer counts from 1"),
-        ({"layers": 0}, "layers"),
-        ({"mask_token": VOCAB}, "mask_token"),
-        ({"correction": "bigram"}, "correction"),
-        ({"correction": "markov", "correction_rank": 0}, "correction_rank"),
-        ({"anchor_share": 0.0}, "anchor_share"),
-        ({"draft_vocab_size": 20}, "draft_vocab_size"),
-        ({"depth": 7, "sliding_window": 6}, "drafter.sliding_window is at least 7, the length of a block"),
-        ({"sliding_window": 0}, "sliding_window"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named) as caught:
-        build_drafter("block", backbone("gpt2"), arguments)
-    assert "\n" not in str(caught.value)
