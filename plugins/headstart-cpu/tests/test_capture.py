@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_drafter, say, tiny
+from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_drafter, say
 from headstart_cpu.trace import Trace
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.kv.rows import FixedMemory
 from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.captured import PATIENCE, SHORT_PATIENCE, Captured
@@ -167,21 +166,6 @@ def test_captured_passes_write_the_same_sequences(family: str, kind: str) -> Non
                 assert torch.equal(say(captured, rows, tree=tree, **options), truth), (lengths, sample, tree)
             assert torch.equal(say(captured, rows, speculate=False, **options), truth)
     assert (engine := captured.engine(True)).reader.read.made and engine.speculation.of_kind(DrafterSource)[0].captured
-
-
-def test_moved_weights_are_captured_anew() -> None:
-    model = tiny("llama")
-    of, row = SpeculativeModel(Backbone(model), capture="trace"), {"input_ids": prompts((9,))[0][None]}
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
-    first = say(of, row, **options)
-    engine = of.engine(False)
-    assert of.engine(False) is engine
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.data = weight.data.flip(0).clone()
-    assert of.engine(False) is not engine
-    second = say(of, row, **options)
-    assert torch.equal(second, model.generate(**row, **options)) and not torch.equal(first, second)
 
 
 def test_captures_of_a_function_are_bounded_and_nothing_is_left_of_those_given_up() -> None:
