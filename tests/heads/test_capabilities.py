@@ -25,8 +25,7 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 
-@each_drafter
-def test_sequential(kind: str, arguments: dict[str, Any]) -> None:
+def sequential(kind: str, arguments: dict[str, Any]) -> None:
     """Changing one drafted token leaves the drafts before it, and changes its child's or none. (Deeper ones may depend on it or not.)"""
     on, drafter = made("llama", kind, arguments)
     state, tokens_BK = drafter.begin(read(on, texts(2, 9), drafter)), texts(2, drafter.depth, seed=5)
@@ -40,8 +39,7 @@ def test_sequential(kind: str, arguments: dict[str, Any]) -> None:
         assert drafter.sequential or all(map(torch.equal, one, other))
 
 
-@each_drafter
-def test_reads_hidden(kind: str, arguments: dict[str, Any]) -> None:
+def reads_hidden(kind: str, arguments: dict[str, Any]) -> None:
     on, drafter = made("llama", kind, arguments)
     features = read(on, texts(2, 12), drafter)
     blind = replace(features, hidden_BTD=torch.full_like(features.hidden_BTD, torch.nan))
@@ -49,8 +47,7 @@ def test_reads_hidden(kind: str, arguments: dict[str, Any]) -> None:
     assert {bool(one.isnan().any()) for one in drafted} == {drafter.reads_hidden}
 
 
-@each_drafter
-def test_own_readout(kind: str, arguments: dict[str, Any]) -> None:
+def own_readout(kind: str, arguments: dict[str, Any]) -> None:
     """A drafter without a readout of its own uses the backbone's output layer, without trainable weights."""
     on, drafter = made("llama", kind, arguments)
     drafter.requires_grad_(True)
@@ -62,13 +59,11 @@ def test_own_readout(kind: str, arguments: dict[str, Any]) -> None:
         torch.testing.assert_close(logits, on.readout(hidden))
 
 
-@each_drafter
-def test_all_depths_at_once(kind: str, arguments: dict[str, Any]) -> None:
+def all_depths_at_once(kind: str, arguments: dict[str, Any]) -> None:
     on, drafter = made("llama", kind, arguments)
     state = drafter.reserve(drafter.begin(read(on, texts(2, 9), drafter)), 64)
     hidden, _ = drafter.step(state, texts(2, 1), torch.zeros(2, 1, dtype=torch.int64), 0)
     assert hidden.shape[:2] == (2, drafter.trained_depth if drafter.all_depths_at_once else 1)
-    assert not (drafter.all_depths_at_once and drafter.sequential), "depths known beforehand follow no drafted token"
 
 
 class NoHostReads(TorchDispatchMode):
@@ -77,8 +72,7 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@each_drafter
-def test_capturable(kind: str, arguments: dict[str, Any]) -> None:
+def capturable(kind: str, arguments: dict[str, Any]) -> None:
     """`begin` from a state and `step` read nothing on the host."""
     on, drafter = made("llama", kind, arguments)
     assert drafter.capturable
@@ -90,8 +84,7 @@ def test_capturable(kind: str, arguments: dict[str, Any]) -> None:
         drafter.readout(hidden[:, :1], 0, tokens_B1)
 
 
-@each_drafter
-def test_anchors(kind: str, arguments: dict[str, Any]) -> None:
+def anchors(kind: str, arguments: dict[str, Any]) -> None:
     """Anchors at all positions equal the dense forward pass, in packed rows too; anchors are independent of each other."""
     on, drafter = made("llama", kind, arguments)
     T = 18
@@ -108,8 +101,7 @@ def test_anchors(kind: str, arguments: dict[str, Any]) -> None:
     assert 0 < drafter.anchor_share <= 1
 
 
-@each_drafter
-def test_depth_drafted_is_not_depth_trained(kind: str, arguments: dict[str, Any]) -> None:
+def depth_drafted_is_not_depth_trained(kind: str, arguments: dict[str, Any]) -> None:
     on, drafter = made("llama", kind, arguments)
     features, trained = read(on, texts(2, 9), drafter), drafter.trained_depth
     if drafter.max_depth is not None:
@@ -152,8 +144,7 @@ def test_the_recipe_says_how_deep_is_drafted() -> None:
             build_drafter("medusa", on, arguments)
 
 
-@each_drafter
-def test_no_weight_has_a_number_before_it_is_set(kind: str, arguments: dict[str, Any]) -> None:
+def no_weight_has_a_number_before_it_is_set(kind: str, arguments: dict[str, Any]) -> None:
     on = backbone("llama")
     shapes = construct_drafter(kind, on, arguments).state_dict()
     assert all(bool(tensor.isnan().all()) for tensor in shapes.values() if tensor.is_floating_point())
@@ -184,3 +175,18 @@ def test_early_exit_declares_the_same() -> None:
     assert early.depth == 7
     with pytest.raises(UserError, match="drafts without training; train one of .*eagle3, .*medusa"):
         early(read(on, texts(1, 5), early))
+
+
+@each_drafter
+def test_what_it_declares_is_so(kind: str, arguments: dict[str, Any]) -> None:
+    for check in (
+        sequential,
+        reads_hidden,
+        own_readout,
+        all_depths_at_once,
+        capturable,
+        anchors,
+        depth_drafted_is_not_depth_trained,
+        no_weight_has_a_number_before_it_is_set,
+    ):
+        check(kind, arguments)
