@@ -49,6 +49,6 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | io.StringIO], None]:
     """Gives commands a text on standard input."""
-    return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text) if isinstance(text, str) else text)
