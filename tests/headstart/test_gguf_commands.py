@@ -116,7 +116,7 @@ def test_the_ends_are_looked_for_beside_the_file_and_not_on_the_hub(at: Path, mo
 
 
 def test_plan_reads_the_header(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "plan", "recipe.yaml", "--no-calibration", "--memory", "0.4", "--json", "plan.json")
+    out = said(capsys, "plan", "recipe.yaml", "drafter={kind: medusa}", "--no-calibration", "--memory", "0.4", "--json", "plan.json")
     report = json.loads((at / "plan.json").read_text())
     size = sum(weight.numel() for weight in chat_model()[0].parameters())
     assert (report["gguf"]["memory"], report["gguf"]["bytes"]) == (2 * size, (at / "chat.gguf").stat().st_size)
