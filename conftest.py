@@ -1,13 +1,17 @@
 """Tests use no network and one thread each (several times faster than two on a busy two-core machine)."""
 
+import io
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+FOLDER = f"{tempfile.gettempdir()}/headstart-tests-{os.getuid()}"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("HF_HOME", str(CACHE / "huggingface"))  # what is there stays in use
 os.environ.update(
-    XDG_CACHE_HOME=f"{tempfile.gettempdir()}/headstart-tests-{os.getuid()}",  # tests leave the user's cache folder alone
+    XDG_CACHE_HOME=FOLDER,  # tests leave the user's cache folder alone
+    HF_MODULES_CACHE=f"{FOLDER}/modules-{os.environ.get('PYTEST_XDIST_WORKER', '')}",
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
@@ -42,3 +46,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | io.StringIO], None]:
+    """Gives commands a text on standard input."""
+    return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text) if isinstance(text, str) else text)

@@ -111,16 +111,6 @@ def test_the_fingerprint_is_of_the_weights_not_of_their_type() -> None:
     assert not any(same_weights(a, other) for a in prints) and not same_weights(prints[0], prints[0][:5])
 
 
-def test_the_fingerprint_of_a_huge_vocabulary_reads_its_last_element_and_copies_nothing() -> None:
-    on = Backbone(tiny("llama"))
-    rows, columns = 2**19, 2**12  # 2^31 elements that share the memory of 4,096
-    on.embed.weight = torch.nn.Parameter(torch.arange(columns, dtype=torch.float32).expand(rows, columns), requires_grad=False)
-    on.unembed.weight = torch.nn.Parameter(torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, columns), requires_grad=False)
-    places = [i * (rows * columns - 1) // 31 for i in range(32)]
-    expected = [place % columns for place in places] + [float(f"{place // columns:.6g}") for place in places]
-    assert on.fingerprint() == expected and expected[31] == columns - 1
-
-
 def refused(path: Path | str, **options: Any) -> str:
     """The error message, which must be one line."""
     with pytest.raises(UserError) as caught:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, LAYERS, VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
+from families import FAMILIES, LAYERS, VOCAB, backbone, random_drafter, read, texts
 from safetensors.torch import load_file
 from test_contract import CLOSE
 from torch import Tensor
@@ -22,13 +22,6 @@ from headstart.heads.block import Block, _taps
 from headstart.heads.layers.block_attention import lay_out
 from headstart.heads.methods import build_drafter
 from headstart.inference.contract import chain, draft
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
-from headstart.support.config import parse
-from headstart.support.errors import UserError
-from headstart.training.plan.fake_model import make_fake_models
-from headstart.training.plan.memory import DRAFT_STEP, MemoryPlan, MicroBatch
-from headstart.training.recipe.recipe import Recipe
 
 CORRECTIONS = ["none", "markov", "recurrent"]
 
@@ -121,8 +114,8 @@ def test_long_rows_are_computed_in_chunks_with_the_same_gradients(window: int | 
     document_BT = torch.tensor([[0] * 30, [0] * 9 + [1] * 14 + [2] * 5 + [-1] * 2])
     results = []
     for elements, recompute in ((10**6, False), (8, False), (8, True)):
-        monkeypatch.setattr("headstart.heads.layers.block_attention.LEAST", elements)
-        monkeypatch.setattr("headstart.heads.layers.block_attention.MOST", elements)
+        for bound in ("LEAST", "MOST"):
+            monkeypatch.setattr(f"headstart.heads.layers.block_attention.{bound}", elements)
         drafter = made(on, "markov", depth=4, layers=2, sliding_window=window).requires_grad_(True)
         if recompute:
             drafter.recompute()
@@ -146,25 +139,6 @@ def test_with_a_window_a_chunk_of_a_long_row_has_few_keys() -> None:
     assert max(high - low for _, _, low, high in near) <= window + 4 * 32 < max(high - low for _, _, low, high in whole) / 10
 
 
-@pytest.mark.slow  # a minute; the chunks above hold what it follows from
-def test_memory_with_a_window_grows_as_the_rows() -> None:
-    """By the plan, which runs a step on fake tensors: without a window attention takes four times as much for rows twice as long."""
-    drafter = {"kind": "block", "depth": 7, "layers": 2, "anchor_share": 0.25}
-    wanted: dict[str, Any] = {
-        "backbone": {"path": "embedded"},
-        "data": {"train": "rows.jsonl"},
-        "train": {"steps": 1},
-        "save": {"dir": "out"},
-    }
-
-    def attention(length: int, **more: Any) -> int:
-        recipe = parse(Recipe, {**wanted, "drafter": drafter | more, "features": {"endpoint": "http://localhost:1"}})
-        return MemoryPlan(recipe, make_fake_models(recipe, True), True, False).step(MicroBatch(1, length)).phases[DRAFT_STEP]["attention"]
-
-    assert attention(16384) > 3 * attention(8192)
-    assert attention(16384, sliding_window=512) < 2.1 * attention(8192, sliding_window=512) < attention(8192)
-
-
 @pytest.mark.parametrize("correction", ["markov", "recurrent"])
 def test_drafts_follow_their_path_in_a_tree(correction: str) -> None:
     """A node's logits depend on its parent; with a GRU, on the whole path. The block itself is computed once."""
@@ -183,21 +157,6 @@ def test_drafts_follow_their_path_in_a_tree(correction: str) -> None:
     inner, drafter._draft = drafter._draft, lambda *inputs: calls.append(1) or inner(*inputs)  # type: ignore[method-assign]
     chain(drafter, state, texts(1, 3))
     assert len(calls) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_decoding_is_lossless(correction: str) -> None:
-    """Trees, a window and offloading change no token, greedy or sampled; a tree may be shallower than the block."""
-    on, rows = backbone("llama"), left_padded(prompts((9, 1, 40)))
-    heads = SpeculativeModel(on, made(on, correction, depth=4))
-    for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
-        plain = say(heads, rows, max_new_tokens=30, speculate=False, **options)
-        for more in ({"tree": TreeShape(12, 3)}, {"tree": TreeShape(2, 1, 1)}, {"batch_size": 2}):
-            assert torch.equal(say(heads, rows, max_new_tokens=30, **options, **more), plain)
-        heads.limit(window=6, sink=2, offload=True)
-        assert torch.equal(say(heads, rows, max_new_tokens=30, tree=TreeShape(12, 3), **options), plain)
-        heads.limit(window=None)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -250,26 +209,3 @@ def test_start_values() -> None:
 )
 def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
     assert _taps(None, layers) == taps
-
-
-@pytest.mark.parametrize(
-    "arguments,named",
-    [
-        ({"depth": 97}, "longer than the backbone's context of 96"),
-        ({"taps": [0]}, "layer counts from 1"),
-        ({"taps": [LAYERS + 1]}, "layer counts from 1"),
-        ({"taps": []}, "layer counts from 1"),
-        ({"layers": 0}, "layers"),
-        ({"mask_token": VOCAB}, "mask_token"),
-        ({"correction": "bigram"}, "correction"),
-        ({"correction": "markov", "correction_rank": 0}, "correction_rank"),
-        ({"anchor_share": 0.0}, "anchor_share"),
-        ({"draft_vocab_size": 20}, "draft_vocab_size"),
-        ({"depth": 7, "sliding_window": 6}, "drafter.sliding_window is at least 7, the length of a block"),
-        ({"sliding_window": 0}, "sliding_window"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named) as caught:
-        build_drafter("block", backbone("gpt2"), arguments)
-    assert "\n" not in str(caught.value)

@@ -6,16 +6,13 @@ Shape suffixes: B batch, T positions, K depth.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from families import backbone, left_padded, prompts, random_drafter, read, say, texts, unpadded
+from families import backbone, random_drafter, read, texts
 from test_window import CLOSE
 
 from headstart.inference.contract import chain, part
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 
 
 @pytest.mark.parametrize("correction", ["none", "markov", "recurrent"])
@@ -39,12 +36,3 @@ def test_a_sliding_window_of_a_block(correction: str) -> None:
         assert not torch.allclose(one, third)
     drafter.limit(4)
     assert not any(map(torch.allclose, drafts[0], chain(drafter, drafter.begin(features), next_BK)))
-
-
-@pytest.mark.parametrize("capture", ["off", "trace"])
-def test_a_block_with_a_window_changes_no_text(capture: Any) -> None:
-    of = SpeculativeModel(backbone("llama"), random_drafter("block", backbone("llama"), depth=4, sliding_window=6), capture=capture)
-    rows = left_padded(prompts((9, 1, 34)))
-    plain = say(of, rows, speculate=False, max_new_tokens=12, do_sample=False)
-    for tree in (TreeShape(12, 4), "auto"):
-        assert unpadded(say(of, rows, tree=tree, batch_size=2, max_new_tokens=12, do_sample=False), rows) == unpadded(plain, rows)

@@ -88,17 +88,17 @@ def test_beams_are_refused_in_one_line() -> None:
 def test_bench_finds_a_dependence_that_the_probe_has_missed(temperature: float) -> None:
     on = dependent()
     plan = Plan(24, (temperature,), tree=SHAPE)
-    resting = compare([("m", heads_on(on))], BENCHED, plan)
+    resting = compare([("m", heads_on(on))], BENCHED[:1], plan)
     assert resting["verdict"] == resting["results"][0]["verdict"] == "identical" and resting["results"][0]["tau"] == 1
     on.dependence = None
-    found = compare([("m", heads_on(on))], BENCHED, plan)
+    found = compare([("m", heads_on(on))], BENCHED[:2], plan)
     assert found["results"][0]["tau"] >= 1 and found["results"][0]["identical"] is False
     assert found["verdict"] == found["results"][0]["verdict"] == "fault" and found["rounding"]["beside"] > found["rounding"]["tolerance"]
     assert "with the tokens beside it in a pass, so drafts change the text" in sentence(found)
 
 
 def test_layers_that_look_at_no_other_row_are_no_fault() -> None:
-    report = compare([("m", heads_on(Backbone(replaced(tiny("llama"), Apart))))], BENCHED[:2], Plan(24, (0.0,), tree=SHAPE))
+    report = compare([("m", heads_on(Backbone(replaced(tiny("llama"), Apart))))], BENCHED[:1], Plan(12, (0.0,), tree=SHAPE))
     assert report["verdict"] in {"identical", "near-tie"} and report["rounding"]["beside"] == 0
 
 

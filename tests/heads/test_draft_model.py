@@ -26,7 +26,6 @@ from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.support.errors import UserError
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
@@ -85,20 +84,6 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
             assert torch.equal(out.sequences, truth) and out.accept_lengths == [[5] * 5] * 3, (type(drafter), batch)
         counts.append(say(of, rows, tree=TreeShape(24, 6), **options).accept_lengths)
     assert counts[0] == counts[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
-def test_captured_passes_write_the_same(family: str) -> None:
-    on = backbone(family)
-    of = SpeculativeModel(on, proposers=drafters(family), capture="trace")
-    for lengths, new, sample, trees in (((59,), 20, False, [TreeShape(12, 4)]), ((9, 1, 14), 12, True, [TreeShape(12, 4), "auto"])):
-        rows = left_padded(prompts(lengths))
-        options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": new}
-        truth = say(of, rows, speculate=False, **options)
-        for tree in trees:
-            assert torch.equal(say(of, rows, tree=tree, **options), truth), (lengths, tree)
-    assert all(source.captured for source in of.engine(True).policy.of_kind(DrafterSource))
 
 
 def news(all_BT: Tensor, starts: list[int], counts: list[int]) -> Features:

@@ -152,23 +152,6 @@ def test_a_window_bounds_the_prefix_layer_alone() -> None:
         random_drafter("hydra", on, **PLAIN).limit(8)
 
 
-@pytest.mark.parametrize(
-    "arguments,named",
-    [
-        ({"layers": 0}, "drafter.layers is a whole number of at least 1 and at most 256; got 0"),
-        ({"depth": 0}, "drafter.depth"),
-        ({"prefix_attention": "yes"}, "drafter.prefix_attention"),
-        ({"prefix_atention": True}, "did you mean drafter.prefix_attention"),
-        ({"depth": 2, "draft_depth": 3}, "Hydra cannot draft deeper than the 2 tokens"),
-        ({"draft_vocab_size": VOCAB + 1}, "drafter.draft_vocab_size is at most"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named) as caught:
-        build_drafter("hydra", backbone("llama"), arguments)
-    assert "\n" not in str(caught.value)
-
-
 def test_hydra_plus_plus_is_the_default() -> None:
     drafter = build_drafter("hydra", backbone("llama"), {})
     assert isinstance(drafter, Hydra) and drafter.prefix is not None and drafter.config.layers == 4

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from test_contract import CLOSE
 
 from headstart.heads.methods import build_drafter
-from headstart.support.errors import UserError
 
 VARIANTS: list[dict[str, Any]] = [
     {"depth": 3, "inner_dim": 20},
@@ -89,20 +88,3 @@ def test_it_starts_from_the_backbones_embedding_and_output_layer_where_they_fit(
         randoms = [narrow.tensors()[f"speculator.{name}.{k}.weight"] for name in ("emb", "head", "proj")]
         for weight, width in ((emb, on.dim), *((random, 20) for random in randoms)):
             assert 0.85 < weight.square().mean().sqrt() * width**0.5 < 1.15
-
-
-@pytest.mark.parametrize(
-    "arguments,named",
-    [
-        ({"tie_weights": True, "depth": 1}, "drafter.tie_weights shares weights between depths, .* of at least 2; got 1"),
-        ({"inner_dim": 0}, "drafter.inner_dim is a whole number of at least 1"),
-        ({"tie_weight": True}, "did you mean drafter.tie_weights"),
-        ({"scale_input": 1}, "drafter.scale_input"),
-        ({"depth": 2, "draft_depth": 3}, "MLPSpeculator cannot draft deeper than the 2 tokens"),
-        ({"draft_vocab_size": VOCAB + 1}, "drafter.draft_vocab_size is at most"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named) as caught:
-        build_drafter("mlp", backbone("llama"), arguments)
-    assert "\n" not in str(caught.value)

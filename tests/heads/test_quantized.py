@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from families import DRAFTERS, left_padded, prompts, random_drafter, say, tiny
 
-from headstart.heads.backbone import quantization
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
@@ -48,6 +48,6 @@ def test_it_is_another_model_to_tune_and_the_same_to_heads(folder: Path, quantiz
 
 
 def test_without_the_library_a_line_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "optimum", None)
     with pytest.raises(UserError, match=r"int8 needs optimum-quanto: pip install 'headstart\[quantized\]', or take auto"):
         load_backbone(str(folder), dtype="int8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from architectures import served
 from families import prompts, tiny
 from shrink import model_of, shrink
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations import sdpa_attention
+from torch.overrides import TorchFunctionMode
 
 from headstart.heads.backbone import tree_attention as tree_attention_module
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.tree_attention import attend, attend_as_queries, tree_attention
+from headstart.heads.backbone.tree_attention import MAX_EXACT, MAX_QUERIES, attend, attend_as_queries, tree_attention
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -52,40 +53,44 @@ def test_a_single_query_in_bf16_is_summed_in_fp32() -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected.bfloat16())
 
 
-def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    on = Backbone(tiny("llama"))
+class Attention(TorchFunctionMode):
+    """Notes the shapes of queries, keys and values of torch's kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Size, ...]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            self.seen.append(tuple(one.shape for one in args[:3]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_keys_that_heads_share_are_not_repeated() -> None:
+    on, length = Backbone(tiny("llama")), MAX_EXACT + 1
     assert on.config.num_key_value_heads < on.config.num_attention_heads
-    (ids,), allowed = prompts((9,)), torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    (ids,), allowed = prompts((length,)), torch.ones(1, length, length, dtype=torch.bool).tril()
     expected = on.read(ids[None]).hidden_BTD
-
-    def fail(*given: Any) -> None:
-        raise AssertionError("repeated")
-
-    monkeypatch.setattr(sdpa_attention, "repeat_kv", fail)
-    assert torch.allclose(on.read(ids[None], None, None, {"full_attention": allowed}).hidden_BTD, expected, atol=1e-5)
-    padded = {"input_ids": ids[None], "attention_mask": torch.tensor([[0] * 3 + [1] * 6])}
-    with pytest.raises(AssertionError, match="repeated"):  # the user's own calls are as before
-        on.model(**padded)
-    with tree_attention():
-        on.model(**padded)
+    with Attention() as attention:
+        assert torch.allclose(on.read(ids[None], None, None, {"full_attention": allowed}).hidden_BTD, expected, atol=1e-5)
+    assert attention.seen and all(keys[1] == on.config.num_key_value_heads for _, keys, _ in attention.seen)
+    padded = {"input_ids": ids[None], "attention_mask": torch.arange(length)[None] > 2}
+    for ours in (False, True):  # the user's own calls are as before
+        with Attention() as attention, tree_attention() if ours else nullcontext():
+            on.model(**padded)
+        assert all((keys[1] == on.config.num_key_value_heads) is ours for _, keys, _ in attention.seen)
 
 
-def test_values_narrower_than_keys_are_padded_for_the_kernel_that_holds_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_narrower_than_keys_are_padded_for_the_kernel_that_holds_no_scores() -> None:
     """DeepSeek-V3's, in prompts and in packed rows; outside of the backbone's passes they are left alone."""
     deepseek = next(one for one in served() if one.configuration["model_type"] == "deepseek_v3")
-    on, widths = Backbone(model_of(shrink(deepseek.configuration))), set()
-
-    def noted(query: Any, key: Any, value: Any, *given: Any, **options: Any) -> Any:
-        widths.add((key.shape[-1], value.shape[-1]))
-        return scaled_dot_product_attention(query, key, value, *given, **options)
-
-    (ids,), allowed = prompts((9,)), torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    on, length = Backbone(model_of(shrink(deepseek.configuration))), MAX_QUERIES + 1
+    (ids,), allowed = prompts((length,)), torch.ones(1, length, length, dtype=torch.bool).tril()
     expected = on.base(ids[None]).last_hidden_state
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     for mask in (None, dict.fromkeys(on.windows, allowed)):
-        monkeypatch.setattr(tree_attention_module, "MAX_QUERIES", 8)
-        monkeypatch.setattr(tree_attention_module, "MAX_EXACT", 8)
-        assert torch.allclose(on.read(ids[None], attention_mask=mask).hidden_BTD, expected, atol=1e-5)
-    assert len(widths) == 1 and all(key == value for key, value in widths)
-    on.base(ids[None])
-    assert len(widths) == 2 and any(key > value for key, value in widths)
+        with Attention() as attention:
+            assert torch.allclose(on.read(ids[None], attention_mask=mask).hidden_BTD, expected, atol=2e-4)
+        assert attention.seen and all(keys[-1] == values[-1] for _, keys, values in attention.seen)
+    with Attention() as attention:
+        on.base(ids[None])
+    assert attention.seen and all(keys[-1] > values[-1] for _, keys, values in attention.seen)

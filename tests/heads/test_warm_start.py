@@ -176,7 +176,7 @@ def test_one_of_several_heads_starts_from_trained_ones(trained: Path, tmp_path: 
     [
         ("drafter.init=''", "drafter.init is text that is not empty, or null"),
         ("drafter.draft_vocab_size=300", "at most the backbone's vocabulary of 256; got 300"),
-        ("drafter={kind: tests.helpers.strangers.eagle1, draft_vocab_size: 9}", "drafts the backbone's whole vocabulary; leave it out"),
+        ("drafter={kind: tests.helpers.block_head, draft_vocab_size: 9}", "drafts the backbone's whole vocabulary; leave it out"),
     ],
 )
 def test_bad_input(trained: Path, tmp_path: Path, change: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

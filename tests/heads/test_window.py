@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts, unpadded
+from families import VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
 from torch import Tensor
 
 from headstart.cli.main import main
@@ -22,11 +22,10 @@ from headstart.heads.eagle3 import Eagle3
 from headstart.heads.kv import draft_cache as node_slots
 from headstart.heads.kv.draft_cache import DraftCache, Ring, past_mask
 from headstart.heads.kv.rows import STEP
-from headstart.heads.layers.decoder_layer import PairLayer, rotary_at
+from headstart.heads.layers.decoder_layer import rotary_at
 from headstart.inference.contract import chain, part, ragged
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.support.errors import UserError
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
@@ -63,7 +62,8 @@ def both(monkeypatch: pytest.MonkeyPatch, window: int, sink: int, drafting: Any)
 
 
 @each_limit
-@pytest.mark.parametrize("cuts", [[], [9], [1], [12, 13, 30], list(range(1, 40)), list(range(3, 40, 3)), [2, 38]], ids=str)
+@pytest.mark.matrix
+@pytest.mark.parametrize("cuts", [[], [9], [12, 13, 30], list(range(1, 40)), list(range(3, 40, 3)), [2, 38]], ids=str)
 def test_a_window_is_a_mask(window: int, sink: int, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences in any pieces, longer and shorter than the ring, with drafting in between: true positions, the right keys and values."""
 
@@ -115,10 +115,8 @@ def test_trees_rows_that_leave_and_rows_that_join(window: int, sink: int, monkey
     both(monkeypatch, window, sink, drafting)
 
 
-def test_a_sliding_window_of_the_heads_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prompt, a window per layer is computed and one kept; `limit` narrows it, and is undone by None."""
-    pairs, pair = [], PairLayer.inputs
-    monkeypatch.setattr(PairLayer, "inputs", lambda layer, *streams: pairs.append(streams[-1].shape[1]) or pair(layer, *streams))
+def test_a_sliding_window_of_the_heads_own() -> None:
+    """`limit` narrows it, and is undone by None."""
     drafter = made(layers=2, sliding_window=10)
     features = read(backbone("llama"), texts(2, 200), drafter)
     next_BK, drafts = texts(2, drafter.depth, seed=5), []
@@ -128,9 +126,29 @@ def test_a_sliding_window_of_the_heads_own(monkeypatch: pytest.MonkeyPatch) -> N
         slots = [cache.ring.slots for cache in state.caches if cache.ring is not None]
         assert slots == [min(window or 10, 10)] * 2 and {cache.keys_BGSC.shape[2] for cache in state.caches} == {STEP}
         drafts.append(chain(drafter, state, next_BK))
-    assert pairs[0] == 20
     assert all(map(torch.equal, drafts[0], drafts[1])) and all(map(torch.equal, drafts[0], drafts[3]))
     assert not any(map(torch.equal, drafts[0], drafts[2]))
+
+
+def test_what_lies_outside_the_window_is_never_computed() -> None:
+    drafter = made(10, 4)
+    features, next_BK = read(backbone("llama"), texts(2, 200), drafter), texts(2, drafter.depth, seed=5)
+    assert features.taps is not None
+    gone = {tap: torch.cat([x[:, :4], torch.full_like(x[:, 4:-11], torch.nan), x[:, -11:]], 1) for tap, x in features.taps.items()}
+    states = [drafter.begin(one) for one in (features, replace(features, taps=gone))]
+    assert all(map(torch.equal, *(chain(drafter, state, next_BK) for state in states)))
+    assert states[0].caches[0].keys_BGSC.shape[2] == STEP
+
+
+@pytest.mark.parametrize("window,sink,arguments", [(3, 1, {}), (None, 4, {"layers": 2, "sliding_window": 6})])
+def test_rows_leave_and_join_in_the_loop(window: int | None, sink: int, arguments: dict[str, Any]) -> None:
+    """Of three rows two at a time, offloaded or not, in fixed and adaptive trees."""
+    of, rows = SpeculativeModel(backbone("llama"), made(**arguments), capture="off"), left_padded(prompts((9, 1, 34)))
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3}
+    plain = say(of, rows, speculate=False, **options)
+    for offload, tree in ((False, "auto"), (True, TreeShape(12, 4))):
+        of.limit(window=window, sink=sink, offload=offload)
+        assert torch.equal(say(of, rows, tree=tree, batch_size=2, **options), plain), tree
 
 
 def test_a_text_within_the_window_is_as_without() -> None:
@@ -140,66 +158,6 @@ def test_a_text_within_the_window_is_as_without() -> None:
             features = read(backbone("llama"), texts(2, 20), drafter)
             states.append(chain(drafter, drafter.begin(part(features, 0, length)), texts(2, drafter.depth, seed=5)))
         assert all(map(torch.equal, *states)), length
-
-
-def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs, pair = [], PairLayer.inputs
-
-    def noted(layer: PairLayer, embedded: Tensor, state: Tensor) -> Tensor:
-        pairs.append(state.shape[1])
-        return pair(layer, embedded, state)
-
-    monkeypatch.setattr(PairLayer, "inputs", noted)
-    drafter = made(10, 4)
-    features = read(backbone("llama"), texts(2, 200), drafter)
-    state = drafter.begin(features)
-    assert pairs == [14] and state.caches[0].keys_BGSC.shape[2] == STEP and state.caches[0].lengths_B.tolist() == [199, 199]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize(
-    "window,sink,capture,arguments",
-    [(8, 4, "off", {}), (1, 2, "off", {}), (3, 1, "trace", {}), (None, 4, "trace", {"layers": 2, "sliding_window": 6})],
-)
-def test_the_text_is_that_of_autoregressive_decoding(window: int, sink: int, capture: Any, arguments: Any, sample: bool) -> None:
-    """One row, and three of which two at a time: rows leave and join; fixed and adaptive trees."""
-    of = SpeculativeModel(backbone("llama"), made(**arguments), capture=capture)
-    of.limit(window=window, sink=sink)
-    for rows, batch in ((left_padded(prompts((19,))), None), (left_padded(prompts((9, 1, 34))), 2)):
-        options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample, "seed": 3}
-        plain = say(of, rows, speculate=False, **options)
-        for tree in (TreeShape(12, 4), "auto"):
-            assert unpadded(say(of, rows, tree=tree, batch_size=batch, **options), rows) == unpadded(plain, rows), tree
-    assert [source.captured for source in of.engine(True).policy.of_kind(DrafterSource)] == [capture == "trace"]
-
-
-def test_beams_are_the_same() -> None:
-    of, rows = SpeculativeModel(backbone("llama"), made()), left_padded(prompts((9, 4)))
-    expected = of.backbone.model.generate(**rows, num_beams=3, do_sample=False, max_new_tokens=12)
-    for window in (None, 2, 6):
-        of.limit(window=window, sink=1)
-        assert torch.equal(say(of, rows, num_beams=3, do_sample=False, max_new_tokens=12, tree=TreeShape(12, 4)), expected)
-
-
-@pytest.mark.slow
-def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots: dict[int, int] = {}
-    step = Eagle3.step
-
-    def noted(drafter: Eagle3, state: Any, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> Any:
-        slots[int(state.caches[0].lengths_B.max())] = state.caches[0].keys_BGSC.shape[2]
-        return step(drafter, state, tokens_BN, parents_BN, depth)
-
-    monkeypatch.setattr(Eagle3, "step", noted)
-    of, rows = SpeculativeModel(backbone("llama"), made(), capture="off"), left_padded(prompts((40, 9)))
-    options: dict[str, Any] = {"max_new_tokens": 210, "do_sample": False, "tree": TreeShape(6, 2, 3)}
-    plain = say(of, rows, **options)
-    grown, tail = dict(slots), max(slots)
-    slots.clear()
-    of.limit(window=20)
-    assert torch.equal(say(of, rows, **options), plain)
-    assert max(slots) > 230 and grown[tail] >= 256 and set(slots.values()) == {STEP}
 
 
 def test_slots_of_a_long_pause_are_freed() -> None:
@@ -224,14 +182,6 @@ def test_ring() -> None:
     places = torch.arange(10)[None]
     assert ring.slots_of(places, torch.tensor([9])).tolist() == [[0, 1, 5, 5, 5, 5, 3, 4, 2, 5]]  # 5: where drafted nodes lie
     assert ring.slots_of(places, torch.tensor([3])).tolist() == [[0, 1, 2, 3, 4, 5, 5, 5, 5, 5]]
-
-
-def test_offloading_changes_nothing() -> None:
-    of, rows = SpeculativeModel(backbone("llama"), made()), left_padded(prompts((9, 4)))
-    plain = say(of, rows, max_new_tokens=12, do_sample=False, speculate=False)
-    for window in (None, 5):
-        of.limit(window=window, offload=True)
-        assert torch.equal(say(of, rows, max_new_tokens=12, do_sample=False), plain)
 
 
 def test_an_offloaded_store_drafts_on_a_copy() -> None:
@@ -263,19 +213,16 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     on = load_backbone("embedded")
     for kind in ("eagle3", "medusa"):
         random_drafter(kind, on, depth=2).save_pretrained(tmp_path / kind)
-    command = ["generate", "--heads", str(tmp_path / "eagle3"), "def f(x):", "--max-new-tokens", "6", "--raw"]
-    outputs = []
-    for limits in ([], ["--draft-window", "4", "--num-sink-tokens", "1"], ["--offload-draft-kv"]):
-        assert main([*command, *limits, "--json", str(tmp_path / "out.json")]) == 0
-        outputs.append((capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())["tokens"]))
-    assert outputs[0] == outputs[1] == outputs[2]
+    limits = ["--draft-window", "4", "--num-sink-tokens", "1", "--offload-draft-kv"]
     (tmp_path / "prompts.jsonl").write_text('{"text": "def f(x):"}\n')
-    bench = ["bench", "--heads", command[2], "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--json"]
-    assert main([*bench, str(tmp_path / "report.json"), "--draft-window", "4", "--num-sink-tokens", "1"]) == 0
+    bench = ["bench", "--heads", str(tmp_path / "eagle3"), "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--json"]
+    assert main([*bench, str(tmp_path / "report.json"), *limits]) == 0
     (row,) = json.loads((tmp_path / "report.json").read_text())["results"]
-    assert row["draft_limits"] == {"window": 4, "sink": 1, "offload": False} and row["identical"]
-    assert main([*command, "--num-sink-tokens", "1"]) == 2
-    assert "--num-sink-tokens 1 needs --draft-window N" in capsys.readouterr().err
-    command[2] = str(tmp_path / "medusa")
-    assert main([*command, "--draft-window", "4"]) == 2
-    assert "Medusa has no KV cache" in capsys.readouterr().err
+    assert row["draft_limits"] == {"window": 4, "sink": 1, "offload": True} and row["identical"]
+    capsys.readouterr()
+    for heads, more, said in (
+        ("eagle3", limits[2:4], "--num-sink-tokens 1 needs --draft-window N"),
+        ("medusa", limits[:2], "Medusa has no KV cache"),
+    ):
+        assert main(["generate", "--heads", str(tmp_path / heads), "def f(x):", *more]) == 2
+        assert said in capsys.readouterr().err

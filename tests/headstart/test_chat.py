@@ -1,10 +1,11 @@
 """`headstart chat`: the prompt is the whole conversation, answers stream and can be stopped, errors are one line."""
 
+import contextlib
 import io
 import json
-import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from chat_templates import VICUNA
@@ -30,11 +31,11 @@ def house(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def say(house, monkeypatch, capsys):
+def say(house, stdin, capsys):
     """Run the command on piped lines; returns status, stdout and stderr."""
 
     def run(text: str | io.StringIO, *arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(text) if isinstance(text, str) else text)
+        stdin(text)
         status = main(["chat", "--heads", str(house / "heads"), "--backbone", str(house / "backbone"), "--max-new-tokens", "9", *arguments])
         printed = capsys.readouterr()
         return status, printed.out, printed.err
@@ -119,9 +120,9 @@ class Terminal(io.StringIO):
 def test_colour_is_for_terminals_that_want_it(say, monkeypatch, setting, value, coloured):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv(setting, value)
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    assert say("two\n")[0] == 0
-    out = sys.stdout.getvalue()
+    with contextlib.redirect_stdout(Terminal()) as screen:
+        assert say("two\n")[0] == 0
+    out = screen.getvalue()
     assert ("\x1b[" in out) == coloured and (coloured or out == visible(answers("two")[0]) + "\n")
 
 
@@ -143,17 +144,10 @@ def test_each_step_takes_the_next_colour(monkeypatch):
     assert painter.text == prompter.tokenizer.decode(tokens[:6])
 
 
-def test_questions_at_a_terminal(say, monkeypatch):
-    lines = iter(["two", KeyboardInterrupt(), "six", EOFError()])
-
-    def ask(prompt: str) -> str:
-        line = next(lines)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr("builtins.input", ask)
-    status, out, err = say(Terminal())
+def test_questions_at_a_terminal(say):
+    terminal = Terminal()
+    terminal.readline = Mock(side_effect=["two\n", KeyboardInterrupt(), "six\n", ""])
+    status, out, err = say(terminal)
     assert status == 0 and out.count("\n") == 2 and err.count(module.HELP) == 2  # at the start, and on Ctrl-C at the prompt
 
 
@@ -168,7 +162,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, house, tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_one_line(name, house, tmp_path, stdin, capsys):
     argv, message = MISTAKES[name]
     if "VICUNA" in argv:
         tokenizer = load_tokenizer(str(house / "backbone"))
@@ -176,7 +170,7 @@ def test_a_mistake_is_one_line(name, house, tmp_path, monkeypatch, capsys):
         talker()[0].backbone.model.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         argv = [str(tmp_path) if word == "VICUNA" else word for word in argv]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\n"))
+    stdin("two\n")
     try:
         status = main(argv)
     except SystemExit as ended:  # argparse's own wording

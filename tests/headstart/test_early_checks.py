@@ -59,6 +59,7 @@ def refused(house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("command", ["train", "cache", "inspect", "plan", "regenerate"])
 @pytest.mark.parametrize(
     ("file", "message"),

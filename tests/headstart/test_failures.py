@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from families import say
 from small_run import make_recipe
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from headstart.cli.failures import Guard
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.engine import request as memory
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -95,15 +97,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("command", ["generate", "train"])
 def test_an_accelerator_that_fails_in_a_forward_pass(
-    command: str, error: Exception, said: str, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, error: Exception, said: str, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def read(*args: object, **named: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Backbone, "read", read)
     out = f"save.dir={recipe.parent / type(error).__name__}"
     words = {"generate": ["generate", "--backbone", str(recipe.parent / "backbone"), "a cat"], "train": ["train", str(recipe), out]}
-    status = main(words[command])
+    with register_module_forward_pre_hook(Mock(side_effect=error)):
+        status = main(words[command])
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert status == (2 if said == "out of memory" else 70) and len(errors) == 1 and said in errors[0]
 
@@ -113,12 +112,13 @@ def test_what_the_memory_cannot_hold_is_refused_before_anything_is_computed(reci
     monkeypatch.setattr(memory, "device_memory", lambda device: asked.append(device) or 100_000)
     ids_BT: Tensor = torch.ones(4, 30, dtype=torch.long)
     on = SpeculativeModel(load_backbone(str(recipe.parent / "backbone")))
-    monkeypatch.setattr(Backbone, "read", lambda *args, **named: pytest.fail("computed"))
-    with pytest.raises(UserError, match=r"4 sequences of 30 tokens with trees of 64 nodes need at least .*; lower the batch size"):
-        say(on, {"input_ids": ids_BT}, tree=TreeShape(64, 4), max_new_tokens=4)
-    assert asked
-    with pytest.raises(pytest.fail.Exception, match="computed"):  # one sequence at a time fits
-        say(on, {"input_ids": ids_BT}, tree=TreeShape(64, 4), max_new_tokens=4, batch_size=1)
+    few = {"tree": TreeShape(64, 4), "max_new_tokens": 4}
+    with register_module_forward_pre_hook(lambda *of: pytest.fail("computed")):
+        with pytest.raises(UserError, match=r"4 sequences of 30 tokens with trees of 64 nodes need at least .*; lower the batch size"):
+            say(on, {"input_ids": ids_BT}, **few)
+        assert asked
+        with pytest.raises(pytest.fail.Exception, match="computed"):  # one sequence at a time fits
+            say(on, {"input_ids": ids_BT}, **few, batch_size=1)
 
 
 def test_changes_of_a_recipe_stand_before_options_or_after_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -76,7 +77,7 @@ class TestOutput:
         assert visible("naïve 漢字 🙂 ok\n") == "naïve 漢字 🙂 ok\n"
 
     @pytest.mark.parametrize("terminal", [True, False])
-    def test_generate_and_chat_send_none_to_a_terminal(self, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    def test_generate_and_chat_send_none_to_a_terminal(self, terminal: bool) -> None:
         """In a pipe the text is the model's, byte for byte."""
         from headstart.cli.loading import SafeStreamer
 
@@ -85,11 +86,11 @@ class TestOutput:
                 return terminal
 
         tokenizer, screen = make_tokenizer(), Screen()
-        monkeypatch.setattr(tokenizer, "decode", lambda tokens, **options: self.NASTY if len(tokens) else "")
-        monkeypatch.setattr(sys, "stdout", screen)
-        streamer = SafeStreamer(tokenizer)
-        streamer.put(torch.tensor([1]))
-        streamer.end()
+        tokenizer.decode = lambda tokens, **options: self.NASTY if len(tokens) else ""
+        with contextlib.redirect_stdout(screen):
+            streamer = SafeStreamer(tokenizer)
+            streamer.put(torch.tensor([1]))
+            streamer.end()
         painter = Painter(tokenizer, screen, colours=False)
         painter.put(torch.tensor([[1]]))
         painter.put(torch.tensor([2]))

@@ -18,7 +18,7 @@ class BlockHead(Drafter):
     class Config(DrafterConfig):
         depth: int = 3
 
-    all_depths_at_once = True
+    all_depths_at_once = capturable = True
     anchor_share = 0.4
 
     def __init__(self, backbone: Backbone, config: DrafterConfig) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from plain.base import Target
 from plain.drafts import reference_drafts
 from plain.folders import read_heads
@@ -11,6 +13,7 @@ from plain.folders import read_heads
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.generate import load
 from headstart.serving.layouts.files import read_files
+from headstart.serving.verify import verify as verification
 from headstart.serving.verify.decode import headstart_drafts
 from headstart.serving.verify.drafts import EngineSettings, Transcript
 
@@ -24,3 +27,8 @@ def reference(folder: Path, backbone: str, prompts: list[list[int]], settings: E
     """See `Engine`: heads as the readers of `layouts` read them."""
     on = load_backbone(backbone, dtype="fp32", device="cpu")
     return reference_drafts(read_heads(read_files(folder), on), Target(on.model), prompts, settings)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, engine: Callable[..., list[Transcript]]) -> None:
+    """Have ``headstart verify`` ask this engine, whichever it is told to."""
+    monkeypatch.setattr(verification, "find_engine", lambda name: engine)

@@ -24,7 +24,7 @@ from headstart.inference.generate import SpeculativeModel
 
 DRAFTERS = methods()
 """Every method of heads/, discovered by its file, so a new one is tested automatically."""
-STRANGERS = ["tests.helpers.strangers.eagle1", "tests.helpers.strangers.block"]
+STRANGERS = ["tests.helpers.block_head"]
 """Drafters as a user of the project would write them."""
 VOCAB, LAYERS = 61, 6
 SILENT = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}

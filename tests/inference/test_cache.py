@@ -120,6 +120,7 @@ def test_rows_leave_and_join() -> None:
     rows = {(0, row): [x[row].clone() for i in range(3) for x in cache.layer(i)] for row in range(3)}
     rows |= {(1, row): [x[row].clone() for i in range(3) for x in other.layer(i)] for row in range(2)}
     cache.select([2, 0])
+    assert cache.longest == 9
     cache.join(other)
     assert cache.lengths_B.tolist() == [9, 6, 30, 2] and cache.longest == 30
     cache.stores(60)

@@ -12,7 +12,6 @@ from talker import talker
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, StaticCache
 
-from headstart.chat.prompts import Prompter
 from headstart.cli.conversation import Chat, Painter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.versions import CACHE
@@ -170,20 +169,14 @@ def test_batches_and_beams_leave_it_alone() -> None:
     assert torch.equal(say(of, longer, past_key_values=cache, **HOW), model.generate(**longer, **HOW))
 
 
-def test_chat_reads_only_what_is_new(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    (heads, prompter), lengths, converse = talker(), list[int](), Prompter.converse
-
-    def noted(self: Prompter, messages: list[Any]) -> Tensor:
-        prompt_T = converse(self, messages)
-        lengths.append(len(prompt_T))
-        return prompt_T
-
-    monkeypatch.setattr(Prompter, "converse", noted)
+def test_chat_reads_only_what_is_new(reads: list[int]) -> None:
+    (heads, prompter), lengths = talker(), list[int]()
     talk = Chat(SpeculativeModel(heads.backbone, heads.drafter, capture="off"), prompter, Settings(9), 0)
     for turn, question in enumerate(("What is two?", "And three?", "/reset", "And three?")):
         if question == "/reset":
             talk.reset()
             continue
+        lengths.append(len(prompter.converse([*talk.messages, {"role": "user", "content": question}])))
         reads.clear()
         talk.ask(question, Painter(prompter.tokenizer, io.StringIO(), False))
         # A random answer is not tokenised as it was written.

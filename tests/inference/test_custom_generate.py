@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
 import gc
 import json
 import shutil
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from families import Noted, heads, left_padded, prompts, random_drafter, tiny, unpadded
 from huggingface_hub import constants
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from users_model import in_training, state
 
 import headstart
@@ -29,13 +29,6 @@ from headstart.support.errors import UserError
 
 ROWS = left_padded(prompts((9, 4, 6)))
 LENGTH = 12
-
-
-@pytest.fixture(autouse=True)
-def copies_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies remote code to a folder of its own."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +49,7 @@ def carried(model: PreTrainedModel, folder: Path, rows: dict[str, Tensor] = ROWS
     return model.generate(**rows, custom_generate=str(folder), **options)
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_it_writes_what_the_model_writes_alone(model: PreTrainedModel, folders: dict[str, Path], kind: str) -> None:
     folder = folders[kind]
@@ -164,14 +158,7 @@ def test_heads_of_another_model_and_damaged_heads(model: PreTrainedModel, folder
 def test_without_headstart_it_says_what_is_missing(
     model: PreTrainedModel, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name == "headstart":
-            raise ModuleNotFoundError("No module named 'headstart'")
-        return original(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "headstart", None)
     with pytest.raises(ImportError, match="pip install headstart") as caught:
         carried(model, folders["medusa"])
     assert "\n" not in str(caught.value)

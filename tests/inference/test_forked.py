@@ -138,7 +138,7 @@ def test_batches_fork_by_row_or_go_without_drafts() -> None:
     assert torch.equal(out.sequences, truth) and out.tau == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"tree": TreeShape(8, 2)}, {"do_sample": True, "seed": 2}])
+@pytest.mark.parametrize("options", [{}, {"tree": TreeShape(8, 2), "do_sample": True, "seed": 2}])
 def test_forced_tokens_are_drafted_without_any_heads(options: dict[str, Any]) -> None:
     of, how = SpeculativeModel(backbone("llama")), {"max_new_tokens": 60, "return_dict_in_generate": True} | options
     plain = say(of, ROW, speculate=False, **how, logits_processor=LogitsProcessorList([Undoable()]))

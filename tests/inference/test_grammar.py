@@ -87,19 +87,6 @@ def test_sampled_text_is_that_without_drafts(kind: str) -> None:
     assert all(fits(kind, tokenizer().decode(row[: row.index(END)])) for row in plain[:, ROWS["input_ids"].shape[1] :].tolist())
 
 
-def test_beams_and_other_processors_beside_it() -> None:
-    for how in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"repetition_penalty": 1.3}, {"min_new_tokens": 20}):
-        truth = backbone("llama").model.generate(**ROWS, **HOW | how, do_sample=False, logits_processor=given("regex"))
-        assert torch.equal(say(heads("llama", "eagle3", "off"), ROWS, **HOW | how, logits_processor=given("regex")), truth)
-
-
-def test_what_it_forces_is_drafted_without_heads() -> None:
-    of = SpeculativeModel(backbone("llama"))
-    plain = say(of, ROWS, speculate=False, return_dict_in_generate=True, **HOW, logits_processor=given("schema"))
-    forced = say(of, ROWS, return_dict_in_generate=True, **HOW, logits_processor=given("schema"))
-    assert torch.equal(forced.sequences, plain.sequences) and plain.tau == 1 and forced.tau > 1.5
-
-
 def test_end_tokens_of_the_call_and_text_after_the_end() -> None:
     other = LogitsProcessorList([headstart.grammar(tokenizer(), regex="[c-z]{3}", end_tokens=[END, 3])])
     out = say(heads("llama", "eagle3", "off"), ROW, **HOW | {"eos_token_id": [END, 3]}, logits_processor=other)

@@ -58,7 +58,7 @@ def reads_by_step(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, **optio
     return steps
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(cells=8)
 @pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "arguments"), HEADS)
 def test_a_step_with_trained_heads_reads_twice(kind: str, arguments: Any, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:

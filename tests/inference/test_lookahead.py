@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-import torch
-from families import backbone, left_padded, prompts, random_drafter, say
-
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers.lookahead import LookaheadProposer
 from headstart.inference.sources.proposer import Candidates
 
@@ -80,16 +72,3 @@ def test_columns_left_out_of_the_tree_keep_their_guesses() -> None:
     proposer.extend(0, [9])
     proposer.verified(0, [5], [0], [9])
     assert not one.pool and one.rows == [[11, 12], [11, 12]]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("tree", ["auto", TreeShape(16, 4)])
-@pytest.mark.parametrize("with_heads", [False, True])
-def test_no_text_changes(tree: Any, sample: bool, with_heads: bool) -> None:
-    on = backbone("llama")
-    of = SpeculativeModel(on, random_drafter("eagle3", on) if with_heads else None, proposers=[LookaheadProposer()], capture="off")
-    rows, options = left_padded(prompts((9, 1, 14))), {"do_sample": sample, "seed": 3, "max_new_tokens": 24}
-    truth = say(of, rows, speculate=False, **options)
-    out = say(of, rows, tree=tree, return_dict_in_generate=True, batch_size=2, **options)
-    assert torch.equal(out.sequences, truth) and (tree == "auto" or max(out.nodes) > 1)

@@ -99,7 +99,7 @@ def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
         assert cut(output, [len(truth) for truth in truths]) == truths, (name, manner)
 
 
-@pytest.mark.matrix("family", "manner")
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("sample", [False, True])

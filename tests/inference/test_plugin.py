@@ -29,6 +29,7 @@ def without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     plugins.plugin.cache_clear()
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("without")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sample", [False, True])

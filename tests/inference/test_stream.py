@@ -35,6 +35,7 @@ def steps_of(model: SpeculativeModel, asked: list[Prompt], queue: Queue) -> list
     return list(stream(model, lambda: next(waiting, None), queue))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("speculate", [True, False], ids=["drafts", "plain"])
 @pytest.mark.parametrize("settings", [Settings(24), Settings(24, 0.8, top_k=40, top_p=0.9)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch_size", [1, 4])

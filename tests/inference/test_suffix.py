@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headstart.inference.proposers.suffix import MAX_CONTINUATIONS, MAX_SUFFIXES, Automaton, following
+from headstart.inference.proposers.suffix import Automaton, following
 from headstart.inference.proposers.suffix import SuffixProposer as Suffix
 
 Text = list[int]
@@ -156,30 +156,3 @@ def test_a_long_text_costs_a_few_steps_a_token(name: str) -> None:
         automaton.add(token)
     assert links.reads <= 5 * len(text)
     assert len(automaton.link) <= 2 * len(text)
-
-
-@pytest.mark.parametrize("name", texts_of(10))
-def test_a_proposal_costs_the_same_in_any_text(name: str) -> None:
-    proposer = Suffix()
-    proposer.open(0, texts_of(20_000)[name])
-    proposer.catch_up(0)
-    automaton = proposer.automata[0]
-    automaton.next = states = Counting(automaton.next)
-    candidates = proposer.propose(0, 6, 12)
-    assert len(candidates.tokens) <= 12
-    assert states.reads <= 12 * (MAX_SUFFIXES + 1)
-    offered = list(following(automaton, automaton.match(), 0.0))
-    assert len(offered) <= MAX_SUFFIXES * MAX_CONTINUATIONS
-
-
-def test_no_automaton_is_grown_until_something_is_proposed() -> None:
-    lazy, eager, text = Suffix(), Suffix(), texts_of(60)["periodic"]
-    lazy.open(0, text[:20])
-    eager.open(0, text[:20])
-    for token in text[20:]:
-        lazy.extend(0, [token])
-        eager.extend(0, [token])
-        eager.catch_up(0)
-    assert len(lazy.automata[0].link) == 1
-    assert lazy.propose(0, 6, 12) == eager.propose(0, 6, 12) and lazy.automata[0].link == eager.automata[0].link
-    assert lazy.propose(0, 6, 12).tokens and not lazy.unindexed[0]

@@ -97,6 +97,7 @@ def options(names: str, rows: int, log: Log) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ends", [{}, ENDS], ids=["no end", "ends"])
 @pytest.mark.parametrize("names", ["p", "c", "ct", "pc", "cs", "pcs"])
 @pytest.mark.parametrize("rows", [ROW, ROWS], ids=["row", "batch"])

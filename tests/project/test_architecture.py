@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,16 @@ def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> list[ast.AST]:
+    """All nodes of a file."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of every import in a file, at any nesting; relative imports made absolute."""
     package = ["headstart", *path.relative_to(ROOT).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -103,25 +110,15 @@ def test_scripts_and_tests_use_the_one_import_root() -> None:
     assert not faults, "write headstart.<layer>: " + ", ".join(faults)
 
 
-@pytest.mark.parametrize(
-    ("layer", "name", "allowed"),
-    [
-        ("heads", "torch.nn", True),
-        ("heads", "headstart.heads.base.Drafter", True),
-        ("heads", "headstart.inference.engine.tree", False),
-        ("heads", "heads.base", False),
-        ("heads", "headstart.recipes", True),
-        ("inference", "headstart.heads.base", True),
-        ("inference", "headstart.training", False),
-        ("training", "headstart.inference.measure", True),
-        ("training", "headstart.__version__", True),
-        ("training", "headstart.load", False),
-        ("training", "train_heads", False),
+def test_the_import_rule() -> None:
+    for layer, name, allowed in (
+        ("heads", "torch.nn", True), ("heads", "headstart.heads.base.Drafter", True), ("heads", "headstart.inference.engine.tree", False),
+        ("heads", "heads.base", False), ("heads", "headstart.recipes", True), ("inference", "headstart.heads.base", True),
+        ("inference", "headstart.training", False), ("training", "headstart.inference.measure", True),
+        ("training", "headstart.__version__", True), ("training", "headstart.load", False), ("training", "train_heads", False),
         ("inference", "headstart_cpu.trace", False),
-    ],
-)
-def test_the_import_rule(layer: str, name: str, allowed: bool) -> None:
-    assert (fault(layer, name) is None) == allowed
+    ):  # fmt: skip
+        assert (fault(layer, name) is None) == allowed, name
 
 
 @pytest.mark.parametrize("folder", [*LAYERS, "recipes"])
@@ -137,10 +134,9 @@ def module_name(path: Path) -> str:
 
 def run_time_imports(path: Path, modules: set[str]) -> Iterator[str]:
     """Modules of the project that a file imports, including inside functions but not under TYPE_CHECKING."""
-    tree = ast.parse(path.read_text())
-    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    guards = [node for node in parsed(path) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     hidden = {id(node) for guard in guards for statement in guard.body for node in ast.walk(statement)}
-    for node in ast.walk(tree):
+    for node in parsed(path):
         if isinstance(node, ast.ImportFrom) and node.module and id(node) not in hidden:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in modules else node.module for name in names if name in modules or node.module in modules)
@@ -206,7 +202,7 @@ def test_no_function_is_long_or_takes_many_parameters() -> None:
     faults = []
     for path in [path for folder in (*FOLDERS, PLUGIN) for path in sources(folder)]:
         name = path.relative_to(ROOT).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path):
             if not isinstance(node, ast.FunctionDef) or node.name in FRONT_DOOR.get(name, ()):
                 continue
             length = (node.end_lineno or 0) - node.lineno + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ def test_they_are_whole_and_small() -> None:
     assert {tensor.dtype for tensor in load_file(weights).values() if tensor.is_floating_point()} == {torch.bfloat16}
 
 
+def test_no_prompt_is_both_trained_on_and_measured() -> None:
+    trained, measured = (
+        [json.loads(line) for line in (ROOT / "recipes" / "smollm2" / f"{name}.jsonl").read_text("utf-8").splitlines()]
+        for name in ("train", "measure")
+    )
+    assert {*Counter(row["task"] for row in trained).values()} == {14} and {*Counter(row["task"] for row in measured).values()} == {6}
+    long = [{part for row in rows for part in row["messages"][0]["content"].split("\n") if len(part) > 120} for rows in (trained, measured)]
+    asked = {row["messages"][0]["content"] for row in (*trained, *measured)}
+    assert len(asked) == len(trained) + len(measured) and len(long[0]) > 28 and not long[0] & long[1], "no text either"
+
+
 def test_what_they_say_of_themselves() -> None:
     folder, card = read_metadata("smollm2")
     assert card["backbone"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and card["contract"]["precision"] == "bfloat16 gguf Q4_1"
@@ -62,6 +75,7 @@ def test_another_model_is_refused_in_one_line() -> None:
         load_drafter("smollm2", Backbone(tiny("llama")))
 
 
+@pytest.mark.slow
 def test_they_draft_on_a_model_of_that_shape() -> None:
     on = model()
     with pytest.raises(UserError, match="of that shape with other weights"):

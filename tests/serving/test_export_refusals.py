@@ -58,7 +58,7 @@ def test_refusals(home: Path, tmp_path: Path, name: str, to: str, parts: tuple[s
 
 
 def test_folders_and_backbones_that_do_not_fit(home: Path, tmp_path: Path) -> None:
-    random_drafter("tests.helpers.strangers.eagle1", load_backbone(str(home / "backbone"))).save_pretrained(tmp_path / "own")
+    random_drafter("tests.helpers.block_head", load_backbone(str(home / "backbone"))).save_pretrained(tmp_path / "own")
     assert "code of your own; engines read eagle3," in refused(tmp_path, "own", "vllm", tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

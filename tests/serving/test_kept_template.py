@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -84,7 +82,7 @@ def test_every_command_asks_with_it(trained: Path, tmp_path: Path, capsys: pytes
     assert shown and all(text.endswith(f"assistant\n{mood}\n") for text in shown)
 
 
-def test_chat_goes_on_with_it(trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_goes_on_with_it(trained: Path, stdin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     converse = Prompter.converse
 
@@ -93,7 +91,7 @@ def test_chat_goes_on_with_it(trained: Path, capsys: pytest.CaptureFixture[str],
         return converse(self, *what)
 
     monkeypatch.setattr(Prompter, "converse", noted)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nHo\n"))
+    stdin("Hi\nHo\n")
     assert main(["chat", "--heads", str(trained / "out"), "--max-new-tokens", "3"]) == 0
     assert asked[0] == f"{OPENED}merry\n" and asked[1].startswith("<|im_start|>the user\nHi<|im_end|>\n<|im_start|>the assistant\n")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from families import prompts, random_drafter, tiny
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers import AutoModelForCausalLM
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
@@ -64,9 +64,8 @@ def test_it_drafts_what_headstart_drafts(model_folder: Path, tmp_path: Path, kin
             assert list(transcript.text) == alone[0].tolist()
 
 
-def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_examples_run(tmp_path: Path) -> None:
     """The code of docs/serving.md, on the embedded backbone; all of it writes what the model writes alone."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     on = load_backbone("embedded", dtype="fp32", device="cpu")
     on.model.save_pretrained(tmp_path / "model")
     load_tokenizer("embedded").save_pretrained(tmp_path / "model")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines_alone import stand_in
 from families import VOCAB, random_drafter, tiny
 from plain.base import Target
 from plain.diagnose import diagnose
@@ -25,7 +26,6 @@ from headstart.heads.checkpoint import load_drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.serving.layouts.files import read_files
 from headstart.serving.reference import reference
-from headstart.serving.verify import verify as verification
 from headstart.serving.verify.drafts import EngineSettings, Transcript, Verdict
 from headstart.serving.verify.verify import Check, verify
 
@@ -283,7 +283,7 @@ def test_an_engine_that_reads_other_layers_is_found_out(house: Path, backbone: B
         reading = read_heads(read_files(folder), on)
         return reference_drafts(replace(reading, taps=tuple(tap + 1 for tap in reading.taps)), Target(on.model), prompts, settings)
 
-    monkeypatch.setattr(verification, "find_engine", lambda name: engine)
+    stand_in(monkeypatch, engine)
     verdict = verify(Check(house / "eagle3", backbone, None, "vllm", PROMPTS, new_tokens=6))
     assert not verdict.equal
     assert any("the difference is the engine's own" in note for note in verdict.notes)

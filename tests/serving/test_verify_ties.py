@@ -17,7 +17,6 @@ from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.serving.reference import TOLERANCE, agreement, reference
-from headstart.serving.verify import verify as verification
 from headstart.serving.verify.drafts import Transcript
 from headstart.serving.verify.verify import Check, verify
 
@@ -70,7 +69,7 @@ def test_of_equal_logits_either_token_may_be_drafted(tmp_path: Path, kind: str, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_near_ties_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(verification, "find_engine", lambda name: engine)
+    engines_alone.stand_in(monkeypatch, engine)
     verdict = verify(replace(served(tmp_path, kind, CLOSE), engine="vllm"))
     text, one = "\n".join(verdict.lines()), verdict.comparison
     assert verdict.equal and one is not None and one.first is None and one.equal_texts == 0, text
@@ -79,7 +78,7 @@ def test_near_ties_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_tokens_that_are_not_equally_likely_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "find_engine", lambda name: engine)
+    engines_alone.stand_in(monkeypatch, engine)
     verdict = verify(replace(served(tmp_path, "eagle3", APART), engine="vllm"))
     assert not verdict.equal and verdict.comparison is not None and verdict.comparison.near_ties == 0
     assert verdict.comparison.first is not None and verdict.comparison.first.depth == 0
@@ -93,7 +92,7 @@ def test_a_text_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     def other(*arguments: Any) -> list[Transcript]:
         return [replace(one, written=(one.written[0] ^ 1, *one.written[1:]), rounds=()) for one in engines_alone.reference(*arguments)]
 
-    monkeypatch.setattr(verification, "find_engine", lambda name: other)
+    engines_alone.stand_in(monkeypatch, other)
     verdict = verify(Check(tmp_path / "heads", backbone, None, "vllm", PROMPTS[:1], new_tokens=5))
     named = "first difference: prompt 1, after 5 tokens, the text: tokens headstart"
     assert not verdict.equal and any(line.startswith(named) for line in verdict.lines())

@@ -3,8 +3,6 @@ weights of an undisturbed one, bit for bit. A fault costs one line."""
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import shutil
 import signal
@@ -189,45 +187,6 @@ class TestRun:
     @pytest.mark.slow
     def test_every_operation(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.sweep(recipe, tmp_path, capsys, slice(None))
-
-    def test_a_log_on_a_full_disk(
-        self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The buffered line fails again when the file is closed."""
-        real = Path.open
-
-        class Full(io.RawIOBase):
-            name = str(tmp_path / "out" / "log.jsonl")
-
-            def writable(self) -> bool:
-                return True
-
-            def write(self, content: Any) -> int:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-            if path.name == "log.jsonl" and mode == "a":
-                return io.TextIOWrapper(io.BufferedWriter(Full()))
-            return real(path, mode, *args, **options)
-
-        monkeypatch.setattr(Path, "open", full)
-        assert main([str(recipe)]) == 2
-        [line] = errors(capsys)
-        assert "cannot be written: [Errno 28] No space left on device; make room there, and the same command goes on" in line
-
-    @pytest.mark.parametrize("jump", ["back", *(pytest.param(jump, marks=pytest.mark.slow) for jump in ("forth", "stands"))])
-    def test_a_clock_that_jumps(self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: str) -> None:
-        """The time of day jumps by a year; the clock of a process may stand still between two readings."""
-        assert main([str(recipe), f"save.dir={tmp_path / 'whole'}"]) == 0
-        year, real, calls = 3e7, time.time, iter(range(10**9))
-        if jump == "stands":
-            monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
-        else:
-            monkeypatch.setattr(time, "time", lambda: real() + (-year if jump == "back" else year) * (next(calls) % 2))
-        out = tmp_path / "out"
-        assert main([str(recipe), f"save.dir={out}", "train.steps=2"]) == 0
-        assert main([str(recipe), f"save.dir={out}"]) == 0
-        assert (out / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
 
     def test_a_second_run_on_the_folder_is_refused_until_the_first_is_dead(
         self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

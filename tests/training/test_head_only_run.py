@@ -16,8 +16,7 @@ from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
-from headstart.heads.backbone.weight_files import WeightFiles
-from headstart.training import setup
+from headstart.training import loop, setup
 from headstart.training.features import backbone as opening
 from headstart.training.features.supplement import FILE
 from headstart.training.plan.fake_model import make_fake_models
@@ -57,10 +56,9 @@ def test_the_losses_are_those_beside_the_whole_backbone(
     folder, options = cached
     drafter = DRAFTERS[kind] | ({} if kind == "medusa" else {"taps": [1, 3, 5]})
     command = [str(folder / "recipe.yaml"), *options[:1], f"drafter={json.dumps(drafter)}"]
-    names: list[str] = []
-    read = WeightFiles._tensor
-    monkeypatch.setattr(WeightFiles, "_tensor", lambda self, key: (names.append(key), read(self, key))[1])
-    assert train([*command, f"save.dir={tmp_path}/head"]) == 0
+    run = prepare(load_recipe(command[0], [*command[1:], f"save.dir={tmp_path}/head"]))
+    assert isinstance(run.backbone, HeadOnlyBackbone) and run.backbone.files is not None and loop.train(run) == 0
+    names = run.backbone.files.read_names
     layer = [name for name in names if name not in HEAD]
     assert sorted(set(names)) == sorted({*HEAD, *layer}) and (bool(layer) == (kind != "medusa"))
     assert all(name.startswith(LAYER) for name in layer) and len(layer) == len(set(layer)) <= 9  # what a fresh head starts as

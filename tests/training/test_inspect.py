@@ -156,48 +156,28 @@ def test_weights_that_do_not_match_their_hash(trained: Path, tmp_path: Path, cap
     assert inspected(tmp_path, tmp_path / "heads")["weights_match_hash"] is False and "do NOT match their hash" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def mistakes(recipe: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], str]]:
-    tmp_path = tmp_path_factory.mktemp("wrong")
-    broken = tmp_path / "broken"
-    build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(broken)
-    weights = next(broken.glob("*.safetensors"))
+def test_a_mistake_is_one_line(recipe: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("broken", "lacking"):
+        build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(tmp_path / name)
+    weights = next((tmp_path / "broken").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:20])
-    lacking = tmp_path / "lacking"
-    build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(lacking)
-    next(lacking.glob("*.safetensors")).unlink()
+    next((tmp_path / "lacking").glob("*.safetensors")).unlink()
     (tmp_path / "folder").mkdir()
-    return {
-        "a row too many": ([str(recipe), "--row", "8"], "--row 8: there are samples 0 to 7"),
-        "a row too few": ([str(recipe), "--row", "-1"], "--row -1: there are samples 0 to 7"),
-        "no such recipe": (["gone.yaml"], "recipe gone.yaml: there is no such file"),
-        "no such folder": (["./gone"], "no heads at './gone'"),
-        "a folder of neither": ([str(tmp_path / "folder")], "neither a recipe nor trained heads"),
-        "a changed checkpoint": ([str(trained), "train.lr=1"], "taken for trained heads, which take no overrides (train.lr=1)"),
-        "damaged": ([str(broken)], "is damaged"),
-        "no weights": ([str(lacking)], "lacks its weights"),
-        "a recipe of something else": ([str(trained / "headstart.json")], "unknown key"),
-        "no such data": ([str(recipe), "data.train=gone.jsonl"], "data file gone.jsonl"),
-        "an unknown key": ([str(recipe), "data.packig=true"], "did you mean data.packing"),
-    }
-
-
-NAMES = (
-    "a row too many", "a row too few", "no such recipe", "no such folder", "a folder of neither", "a changed checkpoint", "damaged",
-    "no weights", "a recipe of something else", "no such data", "an unknown key",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_mistake_is_one_line(
-    name: str, mistakes: dict[str, tuple[list[str], str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments, message = mistakes[name]
     file = tmp_path / "made" / "found.json"
-    assert main(["inspect", *arguments, "--json", str(file)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and message in printed.err and printed.err.count("\n") == 1, printed.err
-    assert not file.parent.exists()
+    for arguments, message in (
+        ([str(recipe), "--row", "8"], "--row 8: there are samples 0 to 7"),
+        ([str(recipe), "--row", "-1"], "--row -1: there are samples 0 to 7"),
+        (["./gone"], "no heads at './gone'"),
+        ([str(tmp_path / "folder")], "neither a recipe nor trained heads"),
+        ([str(trained), "train.lr=1"], "taken for trained heads, which take no overrides (train.lr=1)"),
+        ([str(tmp_path / "broken")], "is damaged"),
+        ([str(tmp_path / "lacking")], "lacks its weights"),
+        ([str(trained / "headstart.json")], "unknown key"),
+    ):
+        assert main(["inspect", *arguments, "--json", str(file)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and message in printed.err and printed.err.count("\n") == 1, printed.err
+        assert not file.parent.exists()
 
 
 def test_plain_text_and_characters_of_several_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

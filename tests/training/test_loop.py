@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,8 +173,7 @@ def test_wandb_is_asked_for_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = make_recipe(tmp_path)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert main([str(recipe), "log.wandb=online"]) == 2
     assert "pip install wandb" in capsys.readouterr().err
 

@@ -49,19 +49,6 @@ def test_a_step_does_not_depend_on_its_split(tmp_path: Path) -> None:
     assert losses(tmp_path / "without")[0][0] < whole[0][0]
 
 
-@pytest.mark.matrix(cells=1)
-@pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("more", [[], ["data.packing=true", "data.max_length=48", "train.precision=bf16"]], ids=["plain", "packed-bf16"])
-def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, more: list[str]) -> None:
-    train = {"schedule": "constant", "batch_size": 2}
-    recipe = str(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train=train, eval={"prompts": 1}))
-    for steps in (3, 6):
-        assert main([recipe, f"save.dir={tmp_path}/parts", f"train.steps={steps}", *more]) == 0
-    assert main([recipe, f"save.dir={tmp_path}/whole", "train.steps=6", *more]) == 0
-    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("parts", "whole"))
-    assert one == other and losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_on_policy_training_improves_its_own_drafts(tmp_path: Path) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState
-from forked import Forked
-from safetensors.torch import load_file
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
-from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.checkpoint import load_drafter
+from headstart.heads.backbone.backbone import Backbone
 from headstart.support.errors import UserError
 from headstart.training.recipe.recipe import load_recipe, to_yaml
 from headstart.training.recipe.yaml_text import dump_yaml, read_yaml
@@ -83,63 +78,11 @@ def test_each_is_what_it_would_be_alone_bit_for_bit(together: Path, tmp_path: Pa
         assert own == alone and [line["step"] for line in own if "tau" in line] == [4, 8]
 
 
-def test_each_is_a_checkpoint_like_any_other(together: Path) -> None:
-    backbone = load_backbone(str(together / "backbone"), device="cpu")
-    for name in FILES:
-        folder = together / "out" / name
-        assert load_drafter(folder, backbone).depth == load_recipe(together / "recipe.yaml").heads[name]["depth"]
-        origin = json.loads((folder / "headstart.json").read_text())["provenance"]
-        assert origin["recipe"]["save"]["dir"] == str(folder) and origin["recipe"]["heads"] == {} and origin["tau"] >= 1
-    assert sorted(path.name for path in (together / "out").iterdir()) == sorted([*FILES, "log.jsonl", "run.lock", "state"])
-
-
 def test_the_backbone_reads_a_batch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, taps = Backbone.read, []
     monkeypatch.setattr(Backbone, "read", lambda self, *args, **named: taps.append(named.get("taps")) or read(self, *args, **named))
     assert main([str(make(tmp_path)), "train.steps=2", "data.eval_rows=0"]) == 0
     assert taps.count((0, 1, 2, 3, 4, 5)) == 2 * 2  # steps, micro-batches
-
-
-def test_resumed_it_is_the_same_bit_for_bit(together: Path, tmp_path: Path) -> None:
-    recipe = str(together / "recipe.yaml")
-    for steps in (3, STEPS):
-        assert main([recipe, f"save.dir={tmp_path}", "eval.every=0", f"train.steps={steps}", "train.schedule=constant"]) == 0
-    assert main([recipe, f"save.dir={tmp_path}/whole", "eval.every=0", "train.schedule=constant"]) == 0
-    parts, whole = weights(tmp_path), weights(tmp_path / "whole")
-    assert parts["eagle3"] == whole["eagle3"] and parts["other-taps"] == whole["other-taps"]  # wide's schedule depends on the step count
-
-
-def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path) -> None:
-    from headstart.training.features.caching import write_cache
-
-    overrides = [f"cache.dir={tmp_path}/cache", "cache.dtype=exact"]
-    write_cache(load_recipe(together / "recipe.yaml", overrides), estimate=False)
-    assert main([str(together / "recipe.yaml"), *overrides, f"save.dir={tmp_path}/out"]) == 0
-    assert json.loads((tmp_path / "cache" / "manifest.json").read_text())["contents"]["features"]["taps"] == [0, 1, 2, 3, 4, 5]
-    cached, live = ([line["loss"] for line in read_log(folder / "out") if "loss" in line] for folder in (tmp_path, together))
-    assert cached == pytest.approx(live, rel=1e-5)
-    for name, file in FILES.items():
-        from_cache = load_file(tmp_path / "out" / name / file)
-        for key, tensor in load_file(together / "out" / name / file).items():
-            torch.testing.assert_close(from_cache[key], tensor, **CLOSE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
-def test_two_processes(together: Path, tmp_path: Path, sharded: bool) -> None:
-    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
-    args = [str(together / "recipe.yaml"), f"save.dir={tmp_path}/out", "train.micro_batch=null"]
-    for steps in [3, STEPS] if sharded else [STEPS]:
-        given_steps = [*args, f"train.steps={steps}", "train.schedule=constant", "heads.wide.train.schedule=constant"]
-        assert Forked(2, given_steps, tmp_path / "said", **environment).wait() == 0, (tmp_path / "said").read_text()[-3000:]
-    assert main([str(together / "recipe.yaml"), f"save.dir={tmp_path}/one", *given_steps[3:]]) == 0
-    two, one = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("out", "one"))
-    assert [line["head"] for line in two] == [line["head"] for line in one] == list(FILES) * STEPS
-    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
-    for name, file in FILES.items():
-        one_file, two_file = (load_file(tmp_path / where / name / file) for where in ("one", "out"))
-        for key, tensor in one_file.items():
-            torch.testing.assert_close(two_file[key], tensor, **CLOSE)
 
 
 def test_an_override_reaches_its_drafter(together: Path) -> None:

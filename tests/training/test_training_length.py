@@ -5,6 +5,7 @@ Shape suffixes: B batch, T positions, S keys, D width, H heads, G heads of keys,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from families import backbone, random_drafter, read, texts
 from small_run import make_recipe, run
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.cli.train import main
 from headstart.heads.backbone.features import Features
@@ -81,19 +83,30 @@ def case(family: str, lengths: list[list[int]] | None, positions: int = T) -> tu
     return drafter.requires_grad_(True), Features(features.tokens_BT, features.hidden_BTD, features.taps, document_BT=documents(lengths))
 
 
+@pytest.fixture
+def queries(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have blocks of this many queries."""
+
+    def of(count: int) -> None:
+        for bound in ("LEAST", "MOST"):
+            monkeypatch.setattr(causal, bound, count)
+
+    return of
+
+
 def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert actual.keys() == expected.keys() and len(actual) > 8
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, atol=2e-6 * float(gradient.abs().max()), rtol=1e-5, msg=name)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 4, 13, 64])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_blocks_are_whole_scores(family: str, lengths: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_whole_scores(family: str, lengths: Any, rows: int, queries: Callable[[int], None]) -> None:
     """Forward pass and gradients, with grouped heads (llama) and without, in blocks of any size, documents anywhere in them."""
-    monkeypatch.setattr(causal, "LEAST", rows)
-    monkeypatch.setattr(causal, "MOST", rows)
+    queries(rows)
     drafter, features = case(family, lengths)
     out, expected = drafter(features), whole(drafter, features)
     for one, other in zip(out, expected, strict=True):
@@ -113,10 +126,9 @@ def test_short_texts(length: int) -> None:
 
 @pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("lengths", [None, [[5, 3], [2, 6]]])
-def test_gradients_by_differences(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_by_differences(lengths: Any, queries: Callable[[int], None]) -> None:
     """Gradients of the result and of the log-sum-exp, in fp64."""
-    monkeypatch.setattr(causal, "LEAST", 3)
-    monkeypatch.setattr(causal, "MOST", 3)
+    queries(3)
     document_BT = None if lengths is None else torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in lengths])
     blocks = divide(document_BT, (2, 4, 8), torch.device("cpu"))
     make = torch.Generator().manual_seed(0)
@@ -130,12 +142,12 @@ def test_gradients_by_differences(lengths: Any, monkeypatch: pytest.MonkeyPatch)
     assert torch.autograd.gradcheck(joined, (query, keys, values))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 4, 64])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_blocks_with_a_window(lengths: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_with_a_window(lengths: Any, rows: int, queries: Callable[[int], None]) -> None:
     """A query attends to the last few positions of its document; in pass 2 it stands two further on, so to two fewer. Gradients too."""
-    monkeypatch.setattr(causal, "LEAST", rows)
-    monkeypatch.setattr(causal, "MOST", rows)
+    queries(rows)
     document_BT, window, n = documents(lengths), 7, T - 3
     blocks = divide(document_BT, (2, 4, T), torch.device("cpu"), window)
     assert all(end - low < rows + window for _, end, low in blocks.upto(n))
@@ -154,9 +166,8 @@ def test_blocks_with_a_window(lengths: Any, rows: int, monkeypatch: pytest.Monke
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_blocks_take_their_documents_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal, "LEAST", 4)
-    monkeypatch.setattr(causal, "MOST", 4)
+def test_blocks_take_their_documents_keys_alone(queries: Callable[[int], None]) -> None:
+    queries(4)
     lengths = [[7, 11, 3, 9], [12, 8, 10]]
     blocks = divide(documents(lengths), (2, 4, T), torch.device("cpu"))
     assert blocks.bounds == ((0, 4, 0), (4, 8, 0), (8, 12, 0), (12, 16, 7), (16, 20, 7), (20, 24, 18), (24, 28, 20), (28, 30, 20))
@@ -197,19 +208,25 @@ def test_memory_is_linear_in_the_length() -> None:
     assert long < 0.5 * whole_scores
 
 
-def test_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary memory too: no block has more scores than allowed, or than the minimum number of queries needs."""
-    sizes = []
-    original = causal._scores
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation makes."""
 
-    def noted(*arguments: Any) -> Tensor:
-        sizes.append((scores := original(*arguments)).numel())
-        return scores
+    elements = 0
 
-    monkeypatch.setattr(causal, "_scores", noted)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else [made]:
+            self.elements = max(self.elements, one.numel() if isinstance(one, Tensor) else 0)
+        return made
+
+
+def test_scores_are_bounded() -> None:
+    """Temporary memory too: no block has more scores than the minimum number of queries needs."""
     drafter, _ = case("llama", None)
-    sum(x.sum() for x in drafter(made_up(drafter, 1500))).backward()
-    assert len(sizes) == 8 * -(-1498 // causal.LEAST) and max(sizes) <= 4 * causal.LEAST * 1500
+    features = made_up(drafter, 1500)
+    with Largest() as largest:
+        sum(x.sum() for x in drafter(features)).backward()
+    assert largest.elements <= 4 * causal.LEAST * 1500
 
 
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)

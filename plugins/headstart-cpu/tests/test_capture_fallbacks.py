@@ -12,7 +12,6 @@ import pytest
 import torch
 from families import backbone, prompts, random_drafter, say
 from headstart_cpu import trace
-from headstart_cpu.trace import Trace
 from test_capture import CPU, Counted, captured_by
 from torch import Tensor
 
@@ -61,32 +60,22 @@ def test_a_branch_on_values_is_noticed_at_replay(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CPU: can't allocate memory")])
-@pytest.mark.parametrize("when", ["capturing", "comparing", "replaying"])
-def test_out_of_memory_is_no_fallback(error: Exception, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = captured_by("trace", lambda held, x: x + 1)
+@pytest.mark.parametrize("when", ["capturing", "comparing"])
+def test_out_of_memory_is_no_fallback(error: Exception, when: str) -> None:
+    full = []
 
-    def fail(*args: Any) -> None:
-        raise error
+    def function(held: None, x: Tensor) -> Tensor:
+        if full:
+            raise error
+        return x + 1
 
-    if when != "capturing":
+    captured = captured_by("trace", function)
+    if when == "comparing":
         captured(None, torch.ones(3))
-        captured(None, torch.ones(3))
-        assert len(captured._known) == 1
-        monkeypatch.setattr(next(iter(captured._captures.values())), "traced", fail)
-    else:
-        monkeypatch.setattr(Trace, "capture", fail)
+    full.append(True)
     with pytest.raises(type(error), match="memory"):
-        captured(None, torch.ones(3 if when != "comparing" else 5))
+        captured(None, torch.ones(5))
     assert captured.fallback is None and captured.backend is not None
-
-
-def test_choosing_packed_weights_lies_inside_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(module: None) -> bool:
-        raise AttributeError("module 'torch' has no attribute 'jit'")
-
-    monkeypatch.setattr(trace, "fits_in_memory", gone)
-    captured = captured_by("trace", lambda held, x: x + 1)
-    assert torch.equal(captured(None, torch.ones(3)), torch.full((3,), 2.0)) and "no attribute 'jit'" in str(captured.fallback)
 
 
 def without_torchscript(monkeypatch: pytest.MonkeyPatch) -> None:

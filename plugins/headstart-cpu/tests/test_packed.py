@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from families import FAMILIES, backbone, left_padded, prompts, random_drafter, say, tiny
 from headstart_cpu import packed, trace
 from headstart_cpu.packed import fits_in_memory, multiply, pack
 from headstart_cpu.trace import ProductFunction
 from headstart_cpu.trace import trace as traced
 from torch import Tensor, nn
 
-from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture import onednn
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 
 pytestmark = pytest.mark.skipif(not onednn.available(torch.float32), reason="this torch has no oneDNN")
 CPU = torch.device("cpu")
@@ -138,32 +133,6 @@ def test_fp64_results_may_differ_as_the_fp32_products_they_are_made_of() -> None
         differ |= not torch.equal(captured(None, x), expected)
     (capture,) = captured._captures.values()
     assert isinstance(capture, trace._Traced) and capture.packed and captured.captures_made == 1 and differ
-
-
-@pytest.mark.parametrize("family", [pytest.param(one, marks=[pytest.mark.slow] if i else []) for i, one in enumerate(FAMILIES)])
-def test_packed_passes_write_the_same_sequences(family: str) -> None:
-    on = backbone(family)
-    drafter = random_drafter("eagle3", on)
-    plain, heads = SpeculativeModel(on, drafter, capture="off"), SpeculativeModel(on, drafter, capture="trace")
-    rows = left_padded(prompts((9, 14)))
-    for sample in (False, True):
-        options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": 10}
-        truth = say(plain, rows, speculate=False, **options)
-        assert torch.equal(say(heads, rows, tree=TreeShape(12, 4), **options), truth)
-        assert torch.equal(say(heads, rows, speculate=False, **options), truth)
-    assert heads.engine(True).reader.read.made and heads.engine(True).reader.read.fallback is None
-
-
-def test_weights_changed_in_place_are_packed_anew() -> None:
-    model = tiny("llama")
-    of, row = SpeculativeModel(Backbone(model), capture="trace"), {"input_ids": prompts((9,))[0][None]}
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
-    first = say(of, row, **options)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(weight.flip(0))
-    second = say(of, row, **options)
-    assert torch.equal(second, model.generate(**row, **options)) and not torch.equal(first, second)
 
 
 def test_packed_weights_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
