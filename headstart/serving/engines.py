@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,7 +143,7 @@ class Served:
     """Folder or hub id of the backbone, with the adapter merged into it if it was."""
     depth: int
     """Tokens drafted in a pass."""
-    config: dict[str, Any]
+    config: Mapping[str, Any]
     """``config.json`` of the exported folder."""
     adapter: str | None = None
     """Folder of an adapter that is kept apart."""

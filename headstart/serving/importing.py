@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from headstart.heads.checkpoint import save_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts, measure_tau
-from headstart.serving.layouts.files import PROVENANCE, Files, read_files, require_new
+from headstart.serving.layouts.files import PROVENANCE, read_files, require_new
 from headstart.serving.layouts.layout import Counting, Heads
 from headstart.serving.reading import build, layout_of, require_fit, stored_dtype
 from headstart.support.devices import spread
@@ -60,8 +60,11 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     layout = layout_of(files)
     require_fit(files, layout, backbone_path, wishes.trust_remote_code)
     backbone = load()
-    depth = wishes.depth or _exported_depth(files)
-    readings = [_deep(reading, depth) for reading in layout.parse(files, backbone, wishes.counting)]
+    heads, exported = layout.parse(files, backbone, wishes.counting), files.folder / PROVENANCE
+    stated = read_json(exported, "export the heads again") if exported.is_file() else None
+    if depth := wishes.depth or (stated or {}).get("depth"):  # which layouts do not say
+        heads.arguments["depth" if heads.arguments.get("parallel") else "draft_depth"] = depth
+    readings = heads.readings()[: None if stated is None else 1]  # what Headstart has exported is read as engines do
     drafters = [build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype) for reading in readings]
     prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code, wishes.template_kwargs)
     measured = measure(list(zip(readings, drafters, strict=True)), prompts, wishes.new_tokens)
@@ -82,21 +85,6 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     with atomic(out, folder=True) as folder:
         save_drafter(drafter, folder, {"imported": report, "chat": chat})
     return {**report, "backbone": backbone.name, "out": str(out), "verdict": lines, "recipe": recipe_overrides(best, out)}
-
-
-def _exported_depth(files: Files) -> int | None:
-    """Return the number of drafted tokens that `headstart export` states beside a layout, which does not."""
-    file = files.folder / PROVENANCE
-    stated = read_json(file, "export the heads again").get("depth") if file.is_file() else None
-    return stated if isinstance(stated, int) and stated > 0 else None
-
-
-def _deep(reading: Heads, depth: int | None) -> Heads:
-    """Return the reading drafting ``depth`` tokens, which the layouts do not say."""
-    if depth is None:
-        return reading
-    key = "depth" if reading.arguments.get("parallel") else "draft_depth"
-    return replace(reading, arguments={**reading.arguments, key: depth})
 
 
 def recipe_overrides(best: Measured, out: Path) -> list[str]:

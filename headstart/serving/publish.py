@@ -22,8 +22,8 @@ from headstart.serving.engines import readers
 from headstart.serving.layouts.checkpoint import Checkpoint, Dtype, method_of
 from headstart.serving.layouts.files import PROVENANCE as EXPORTED
 from headstart.serving.layouts.files import new_folder
-from headstart.serving.layouts.layout import layouts_of
 from headstart.serving.model_card import Heads, Measured, bench_figures, model_card, scrubbed, training_figures
+from headstart.serving.reading import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, file_hash, settle
 from headstart.support.hub import inside, is_hub_id, upload
@@ -103,7 +103,8 @@ def _place(heads: Heads, card: str, folder: Path, dtype: Dtype, copy: bool) -> N
 
 def _cast(saved: Checkpoint, folder: Path, dtype: Dtype) -> None:
     """Replace a published checkpoint's weights by those in ``dtype``, with what is said of them."""
-    config, tensors = saved.cast(dtype)
+    cast = saved.cast(dtype)
+    config, tensors = cast.config, cast.tensors
     file, metadata = folder / saved.card["weights"]["file"], read_json(folder / METADATA, AGAIN)
     with atomic(file) as temporary:  # which gives it the usual permissions
         save_file(tensors, temporary, metadata={"format": "pt"})

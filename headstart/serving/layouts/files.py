@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -170,40 +170,20 @@ def _cut_short(file: Path, error: Exception) -> DamagedError:
     return DamagedError(f"{file} is cut short: it is truncated or damaged ({cause}), {AGAIN}")
 
 
-@dataclass(frozen=True)
-class Contents:
-    """A folder for a serving engine, in memory."""
+def write_folder(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = "model.safetensors", pickled: str | None = None
+) -> None:
+    """Write ``config.json`` and the tensors into an existing folder; ``pickled``: a second file of them, which is no safetensors.
 
-    config: dict[str, Any]
-    """``config.json``."""
-    tensors: dict[str, Tensor]
-    weights_file: str = "model.safetensors"
-    """Name of the safetensors file of the tensors."""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Further files by their path inside the folder, with forward slashes."""
-    pickled_file: str | None = None
-    """Name of a second file of the same tensors, written by ``torch.save`` for engines that read no safetensors."""
-
-    def write(self, folder: Path) -> None:
-        """Write into an existing folder and compare the weights with what is in the file then.
-
-        Raises UserError for a tensor that holds a NaN or an infinite value.
-        """
-        require_finite(self.tensors)
-        tensors = _separate(self.tensors)
-        with atomic(folder / self.weights_file) as file:  # which gives it the usual permissions
-            save_file(tensors, file, metadata={"format": "pt"})
-        if self.pickled_file is not None:
-            torch.save(tensors, folder / self.pickled_file)
-        for name, content in self.files.items():
-            path = PurePosixPath(name)
-            assert not path.is_absolute() and ".." not in path.parts, name
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(content)
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-        with safe_open(folder / self.weights_file, framework="pt") as written:
-            shapes = {name: list(written.get_slice(name).get_shape()) for name in written.keys()}  # noqa: SIM118
-        assert shapes == {name: list(tensor.shape) for name, tensor in tensors.items()}, folder
+    Raises UserError for a tensor that holds a NaN or an infinite value.
+    """
+    require_finite(tensors)
+    tensors = _separate(tensors)
+    with atomic(folder / file) as temporary:  # which gives it the usual permissions
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    if pickled is not None:
+        torch.save(tensors, folder / pickled)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from headstart.heads.backbone.native_mtp import Layout as Names
 from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.mtp import Mtp
-from headstart.serving.layouts.checkpoint import Checkpoint, Dtype
+from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files, require_finite, require_new
-from headstart.serving.layouts.layout import Counting, Heads, ServedLayout, Sizes
+from headstart.serving.layouts.layout import Counting, Heads, Layout
 from headstart.support.errors import UserError
 from headstart.support.files import atomic
 from headstart.support.json_text import read_json
@@ -102,40 +102,37 @@ SERVED = {("mimo", "mimo"), ("qwen3_5", "qwen3_5"), ("qwen3_5", "qwen3_5_text")}
 PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 
 
-class MtpStitch(ServedLayout):
+class MtpStitch(Layout):
     """The copy has the backbone's own dtype; of its files only safetensors, configuration and tokenizer."""
 
     name, title, methods, engines = "mtp-stitch", "MTP modules", ("mtp",), ("vllm", "sglang")
-    order = 8
 
-    def write(self, heads: Checkpoint, dtype: Dtype, folder: Path) -> None:
-        if dtype != "auto":
-            raise UserError(f"--dtype {dtype} is not for mtp-stitch, which writes the dtype of the backbone's checkpoint; leave it out")
+    def write(self, heads: Checkpoint, folder: Path) -> list[str]:
+        if heads.dtype != "auto":
+            raise UserError(
+                f"--dtype {heads.dtype} is not for mtp-stitch, which writes the dtype of the backbone's checkpoint; leave it out"
+            )
         if heads.adapter is not None:
             raise UserError(f"{heads.path} was trained with an adapter, which a copy of the backbone lacks: merge it and train on that")
         drafter = read_drafter(heads.path, heads.folder, heads.card, heads.load_backbone())
         assert isinstance(drafter, Mtp)
         require_finite(drafter.tensors())
         write_back(drafter, folder)
-        assert drafter.tensors().keys() <= weight_files(folder).keys()
+        return [f"a copy of {heads.backbone} with the modules' weights"]
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         names, kind = str(heads.card["arguments"]["layout"]), str(heads.card["contract"]["model_type"])
         reason = f"it is not known to read {names} modules of dense layers in a model of type {kind}; it reads MiMo's and Qwen3.5's"
         return {} if (names, kind) in SERVED else dict.fromkeys(self.engines, reason)
 
-    def notes(self, heads: Checkpoint) -> list[str]:
-        return [f"a copy of {heads.backbone} with the modules' weights"]
-
     def recognises(self, files: Files) -> bool:
         layers = _text(files).get("num_hidden_layers")
         return isinstance(layers, int) and _names(files, layers) is not None
 
-    def sizes(self, files: Files) -> Sizes:
-        text = _text(files)
-        return Sizes(text.get("hidden_size"), text.get("vocab_size"), text.get("num_hidden_layers"))
+    def sizes(self, files: Files) -> dict[str, Any]:
+        return _text(files)
 
-    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
         layers = backbone.num_layers
         if (names := _names(files, layers)) is None:
             raise DamagedError(f"{files.path} holds MTP modules, but none that follows the {layers} layers of this backbone")
@@ -148,8 +145,8 @@ class MtpStitch(ServedLayout):
         tensors = files.read(name for name in wanted if name in files.shapes)
         arguments = {"layout": names.name} | ({"shared": False, "depth": modules} if modules > 1 else {})
         rest = len(files.shapes) - len(tensors)
-        notes = (f"{rest} tensors of the model beside the modules are left out",) if rest else ()
-        return [Heads("mtp", arguments, tensors, notes=notes)]
+        notes = [f"{rest} tensors of the model beside the modules are left out"] if rest else []
+        return Heads("mtp", arguments, tensors, notes=notes)
 
 
 def _text(files: Files) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
 from headstart.inference.generate import SpeculativeModel
 from headstart.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files
-from headstart.serving.layouts.layout import recognise
 from headstart.serving.layouts.quantize import stated_format
-from headstart.serving.reading import build, original_of, read_exported, round_as_stored
+from headstart.serving.reading import build, original_of, read_exported, recognise, round_as_stored
 from headstart.serving.reference import agreement, reference
 from headstart.serving.verify.decode import headstart_drafts, near_tie
 from headstart.serving.verify.drafts import Engine, EngineSettings, Verdict, compare
