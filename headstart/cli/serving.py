@@ -187,7 +187,6 @@ def verify(args: argparse.Namespace) -> int:
             prompts=prompts,
             new_tokens=args.max_new_tokens,
             depth=args.depth,
-            end_tokens=_end_tokens(backbone),
             allow_finetuned=args.allow_finetuned,
             where=", ".join(args.prompts or ["its own (--prompts for others)"]),
             stored=None if args.heads else stored,

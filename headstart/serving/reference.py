@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ NextToken = Callable[[int], Tensor]
 """The logits ``[V]`` of the token that follows the one given; called with the root, then with each token drafted."""
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True)
+class Agreement:
     """How many of the expected drafts were made, and the largest difference of logits, relative to the largest one."""
 
     drafts: int
@@ -39,42 +41,36 @@ class Agreement(NamedTuple):
         return self.equal == self.drafts and self.distance <= TOLERANCE
 
 
+@torch.no_grad()
 def reference(drafter: Drafter) -> list[dict[str, Any]]:
     """Return drafts after some places of the text, with their logits, as data. A drafter in fp32."""
-    depth = min(drafter.depth, DEPTH)
-    return [_drafted(drafter, place, depth) for place in PLACES]
-
-
-@torch.no_grad()
-def _drafted(drafter: Drafter, place: int, depth: int) -> dict[str, Any]:
-    features, token = _text(drafter, place)
-    next_token, drafts, logits = after(drafter, features, depth), [], []
-    for _ in range(depth):
-        logits_V = next_token(token)
-        token = int(logits_V.argmax())
-        drafts.append(token)
-        logits.append([float(f"{value:.7g}") for value in _figures(logits_V, token)])
-    return {"place": place, "drafts": drafts, "logits": logits}
+    found = []
+    for place in PLACES:
+        features, token = _text(drafter, place)
+        depth, drafts, figures = min(drafter.depth, DEPTH), list[int](), []
+        next_token = after(drafter, features, depth)
+        for _ in range(depth):
+            logits_V = next_token(token)
+            drafts.append(token := int(logits_V.argmax()))
+            figures.append([float(f"{value:.7g}") for value in _figures(logits_V, token)])
+        found.append({"place": place, "drafts": drafts, "logits": figures})
+    return found
 
 
 @torch.no_grad()
 def agreement(drafter: Drafter, expected: Sequence[dict[str, Any]]) -> Agreement:
     """Compare the drafts of a drafter with those of `reference`, each given the expected drafts before it."""
-    drafts = equal = 0
-    distance = 0.0
+    equal, distance = 0, 0.0
     for one in expected:
-        drafts += len(one["drafts"])
         if drafter.max_depth is not None and drafter.max_depth < len(one["drafts"]):
             continue
-        features, token = _text(drafter, one["place"])
-        next_token = after(drafter, features, len(one["drafts"]))
-        for wanted, figures in zip(one["drafts"], one["logits"], strict=True):
-            logits_V, token = next_token(token), wanted
+        logits_KV = draft_logits(drafter, *_text(drafter, one["place"]), one["drafts"])
+        equal += sum(are_picks(logits_KV, one["drafts"]))
+        for logits_V, token, figures in zip(logits_KV, one["drafts"], one["logits"], strict=True):
             largest = float(logits_V[logits_V.isfinite()].abs().max())
-            equal += are_picks(logits_V[None], [wanted])[0]
-            gap = max(abs(a - b) for a, b in zip(_figures(logits_V, wanted), figures, strict=True)) / max(largest, 1e-6)
+            gap = max(abs(a - b) for a, b in zip(_figures(logits_V, token), figures, strict=True)) / max(largest, 1e-6)
             distance = max(distance, math.inf if math.isnan(gap) else gap)
-    return Agreement(drafts, equal, distance)
+    return Agreement(sum(len(one["drafts"]) for one in expected), equal, distance)
 
 
 def _figures(logits_V: Tensor, token: int) -> list[float]:
@@ -88,6 +84,12 @@ def are_picks(logits_KV: Tensor, tokens: Sequence[int]) -> list[bool]:
     own_K = logits_KV.gather(-1, torch.tensor(tokens, device=logits_KV.device)[:, None])[:, 0]
     picks: list[bool] = (own_K >= logits_KV.amax(-1) - rounding_K).tolist()
     return picks
+
+
+def draft_logits(drafter: Drafter, features: Features, root: int, drafts: Sequence[int]) -> Tensor:
+    """Return the logits ``[K, V]`` of each draft after these features and the root, given the drafts before it; -inf: never drafted."""
+    next_token = after(drafter, features, len(drafts))
+    return torch.stack([next_token(token) for token in (root, *drafts[:-1])])
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from own_drafts import headstart_drafts
 from plain.base import Target
 from plain.drafts import reference_drafts
 from plain.folders import read_heads
@@ -11,7 +12,6 @@ from plain.folders import read_heads
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.generate import load
 from headstart.serving.layouts.files import read_files
-from headstart.serving.verify.decode import headstart_drafts
 from headstart.serving.verify.drafts import EngineSettings, Transcript
 
 

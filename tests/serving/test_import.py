@@ -13,6 +13,7 @@ import torch
 from families import VOCAB, shake, texts, tiny
 from foreign import DV, D, Tensors, near_one, write
 from naive_passes import part
+from own_drafts import headstart_drafts, headstart_logits
 from plain.base import Target
 from plain.drafts import reference_drafts
 from plain.folders import read_heads
@@ -24,7 +25,6 @@ from headstart.inference.generate import load
 from headstart.serving import importing as importer
 from headstart.serving.layouts.files import PROVENANCE, read_files
 from headstart.serving.reading import build, layout_of
-from headstart.serving.verify.decode import headstart_drafts, headstart_logits
 from headstart.serving.verify.drafts import EngineSettings
 
 LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict[str, Any]]] = {

@@ -12,6 +12,7 @@ import torch
 from exported import make_home
 from families import backbone, random_drafter, texts, tiny
 from foreign import write
+from own_drafts import headstart_drafts
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
@@ -22,7 +23,6 @@ from headstart.serving import importing as importer
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.files import PROVENANCE, read_files
 from headstart.serving.reading import build, layout_of, require_fit
-from headstart.serving.verify.decode import headstart_drafts
 from headstart.serving.verify.drafts import EngineSettings
 from headstart.support.errors import UserError
 from headstart.training.recipe.drafter import split_drafter

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, backbone, random_drafter, texts
+from own_drafts import headstart_drafts, headstart_logits
 from plain.base import Target
 from plain.drafts import reference_drafts
 from plain.folders import read_heads
@@ -20,7 +21,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
 from headstart.serving.layouts.files import read_files
-from headstart.serving.verify.decode import headstart_drafts, headstart_logits
 from headstart.serving.verify.drafts import EngineSettings, mean_acceptance_length, tau
 
 HEADS: list[tuple[str, str, dict[str, Any]]] = [

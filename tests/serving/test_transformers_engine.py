@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import prompts, random_drafter, tiny
+from own_drafts import headstart_drafts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
@@ -19,7 +20,6 @@ from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
 from headstart.inference.generate import load
 from headstart.serving.export import Request, export
-from headstart.serving.verify.decode import headstart_drafts
 from headstart.serving.verify.drafts import EngineSettings
 from headstart.serving.verify.transformers import draft
 from headstart.support.errors import UserError

@@ -246,7 +246,7 @@ def test_a_checkpoint_is_verified_by_itself(house: Path, tmp_path: Path, capsys:
     tensors["norm.weight"] *= 2
     save_file(tensors, changed / "model.safetensors")
     assert main(["verify", str(changed)]) == 1
-    assert "changed or cut short since it was saved" in capsys.readouterr().out
+    assert "is truncated or changed (its hash is not the one in headstart.json)" in capsys.readouterr().out
 
 
 def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

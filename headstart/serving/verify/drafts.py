@@ -1,9 +1,9 @@
-"""What engines drafted and wrote for the same prompts, acceptance as they count it, and a comparison of two, token by token.
+"""What an engine drafted and wrote, acceptance as engines count it, and a comparison with the heads, token by token.
 
 A round is one draft and the forward pass that verifies it. vLLM counts all drafts that a round kept; Headstart counts the tokens
-written, which are fewer in the last round if the end of the text cuts it.
+written, which are fewer in the last round if the end of the text cuts it. A `Verdict` is the outcome, in words and as data.
 
-A `Verdict` is the outcome of a verification, in words and as data.
+Shape suffixes: B batch, T positions, K drafts or written tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.serving.reference import Agreement
+import torch
+
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
+from headstart.serving.reference import Agreement, are_picks, draft_logits
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,6 @@ Raises UserError, in one line, if the engine is not installed, or does not load 
 past the end of a text, which comparisons ignore.
 """
 
-NearTie = Callable[[Sequence[int], int | None, tuple[int, int]], bool]
-"""Whether rounding decides between two tokens after these ones, of which so many are drafts; None: between tokens of the text."""
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -114,68 +115,53 @@ class Difference:
     """None: the backbone's own token."""
     ours: int
     theirs: int
-    """The token that either side drafts."""
+    """The likeliest token here, and the engine's."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Counts over all prompts. Drafts are compared in rounds at the same place of equal texts, as far as both drafted.
-
-    After a near-tie nothing of a round, or of a text, is compared: it continues another token.
-    """
+    """Counts over all prompts. A draft is equal if it is the heads' likeliest token after the drafts before it, but for rounding."""
 
     prompts: int
     equal_texts: int
+    """Texts of which the backbone would have written every token, after those before it."""
     rounds: int
     drafts: int
     equal_drafts: int
-    near_ties: int
-    """Drafts and texts that differ where rounding decides, before the first other difference."""
     first: Difference | None
-    """The first difference that is no near-tie."""
     figures: dict[str, Any]
-    """Acceptance of either side, by its name, under the names of each way of counting."""
+    """The engine's acceptance, under the names of each way of counting."""
 
     @property
     def equal(self) -> bool:
-        return self.equal_texts + self.equal_drafts + self.near_ties == self.prompts + self.drafts
+        return self.equal_texts + self.equal_drafts == self.prompts + self.drafts
 
 
-def compare(ours: Sequence[Transcript], theirs: Sequence[Transcript], names: tuple[str, str], near_tie: NearTie) -> Comparison:
-    """Compare two transcripts per prompt; ``names`` are those of the two sides."""
-    rounds = drafts = equal = ties = 0
-    first = None
-    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True), 1):
-        for one, found in _same_places(mine, other):
-            pairs = list(zip(one.drafts, found.drafts, strict=False))
-            if first is None and (depth := _parting(pairs)) is not None:
-                if near_tie(mine.text[: one.position] + one.drafts[:depth], depth, pairs[depth]):
-                    ties, pairs = ties + 1, pairs[: depth + 1]
-                else:
-                    first = Difference(number, one.position, depth, *pairs[depth])
-            rounds, drafts, equal = rounds + 1, drafts + len(pairs), equal + sum(a == b for a, b in pairs)
-        pairs = list(zip(mine.text, other.text, strict=False))
-        if first is None and (place := _parting(pairs)) is not None:
-            if near_tie(mine.text[:place], None, pairs[place]):
-                ties += 1
-            else:
-                first = Difference(number, place, None, *pairs[place])
-    texts = sum(mine.written == other.written for mine, other in zip(ours, theirs, strict=True))
-    sides = dict(zip(names, (figures(ours), figures(theirs)), strict=True))
-    return Comparison(len(ours), texts, rounds, drafts, equal, ties, first, sides)
-
-
-def _same_places(ours: Transcript, theirs: Transcript) -> Iterator[tuple[Round, Round]]:
-    """The rounds of both sides that continue the same text."""
-    others = {one.position: one for one in theirs.rounds}
-    for one in ours.rounds:
-        if one.position in others and ours.text[: one.position] == theirs.text[: one.position]:
-            yield one, others[one.position]
-
-
-def _parting(pairs: Sequence[tuple[int, int]]) -> int | None:
-    """The place of the first pair of different tokens."""
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+@torch.no_grad()
+def compare(drafter: Drafter, transcripts: Sequence[Transcript]) -> Comparison:
+    """Compare what an engine wrote and drafted with the logits of the backbone and of the heads at each place."""
+    equal_texts = equal_drafts = 0
+    differences: list[Difference] = []
+    for number, one in enumerate(transcripts, 1):
+        read = drafter.backbone.read(torch.tensor([one.text], device=drafter.backbone.device), taps=drafter.taps)
+        logits_KV = drafter.backbone.readout(read.hidden_BTD[0, len(one.prompt) - 1 : -1]).float()
+        same = are_picks(logits_KV, one.written)
+        equal_texts += all(same)
+        if not all(same):
+            k = same.index(False)
+            differences.append(Difference(number, len(one.prompt) + k, None, int(logits_KV[k].argmax()), one.written[k]))
+        for at in (at for at in one.rounds if at.drafts):
+            T, taps = at.position - 1, read.taps or {}
+            before = Features(read.tokens_BT[:, :T], read.hidden_BTD[:, :T], {tap: x_BTD[:, :T] for tap, x_BTD in taps.items()} or None)
+            logits_KV = draft_logits(drafter, before, one.text[T], at.drafts)
+            same = are_picks(logits_KV, at.drafts)
+            equal_drafts += sum(same)
+            if not all(same):
+                k = same.index(False)
+                differences.append(Difference(number, at.position, k, int(logits_KV[k].argmax()), at.drafts[k]))
+    rounds = [at for one in transcripts for at in one.rounds]
+    drafts, first = sum(len(at.drafts) for at in rounds), next(iter(differences), None)
+    return Comparison(len(transcripts), equal_texts, len(rounds), drafts, equal_drafts, first, figures(transcripts))
 
 
 def figures(transcripts: Sequence[Transcript]) -> dict[str, Any]:
@@ -250,26 +236,19 @@ class Verdict:
         one = self.comparison
         if one is None:
             return
-        sides = " and ".join(one.figures)
-        yield f"{sides}: {one.prompts} prompts, {one.equal_texts} equal texts; {one.equal_drafts} of {one.drafts} drafts equal"
-        if one.near_ties:
-            yield f"near-ties: {one.near_ties} of the differences are between tokens about equally likely, which rounding decides"
+        texts = f"{one.equal_texts} of {one.prompts} texts are the backbone's own"
+        yield f"{self.engine}: {texts}; {one.equal_drafts} of {one.drafts} drafts are those of the heads here"
         if (first := one.first) is not None:
-            tokens = " and ".join(f"{side} {token}" for side, token in zip(one.figures, (first.ours, first.theirs), strict=True))
             what = "the text" if first.depth is None else f"depth {first.depth}"
+            tokens = f"headstart {first.ours} and {self.engine} {first.theirs}"
             yield f"first difference: prompt {first.prompt}, after {first.position} tokens, {what}: tokens {tokens}"
         yield f"measured on {self.prompts}"
-        for side, figures in one.figures.items():
-            rates = " ".join(f"{rate:.3f}" for rate in figures["acceptance_rate_per_pos"])
-            yield (
-                f"{side}: tau {figures['tau']:.3f}, mean acceptance length {figures['mean_acceptance_length']:.3f}, "
-                f"acceptance rate per position {rates}, {figures['rounds']} rounds"
-            )
+        rates = " ".join(f"{rate:.3f}" for rate in one.figures["acceptance_rate_per_pos"])
+        yield (
+            f"{self.engine}: tau {one.figures['tau']:.3f}, mean acceptance length {one.figures['mean_acceptance_length']:.3f}, "
+            f"acceptance rate per position {rates}, {one.figures['rounds']} rounds"
+        )
 
     def report(self) -> dict[str, Any]:
         """Return the verdict as data."""
-        own = ("folder", "heads", "engine", "backbone", "method", "prompts", "compared", "faults", "changes", "notes")
-        stated = {name: getattr(self, name) for name in own}
-        reference = None if self.reference is None else self.reference._asdict()
-        comparison = None if self.comparison is None else asdict(self.comparison)
-        return {"equal": self.equal, "cause": self.cause, **stated, "reference": reference, "comparison": comparison}
+        return {"equal": self.equal, "cause": self.cause, "compared": self.compared, **asdict(self)}

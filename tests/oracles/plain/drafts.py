@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from own_drafts import headstart_logits
 from torch import Tensor
 
 from headstart.heads.base import Drafter
 from headstart.serving.reference import TOLERANCE, are_picks
-from headstart.serving.verify.decode import headstart_logits
 from headstart.serving.verify.drafts import EngineSettings, Transcript, judged
 from plain.base import Reading, Target, Text
 

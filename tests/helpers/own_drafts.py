@@ -1,4 +1,4 @@
-"""Headstart's own drafts, by the decoding loop that users run, and their logits after a text.
+"""Headstart's own drafts, by the decoding loop that users run, in the form of an engine's, and the logits of drafts after a text.
 
 Shape suffixes: K depth, V vocabulary.
 """
@@ -16,9 +16,8 @@ from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.serving.reference import after, are_picks
+from headstart.serving.reference import draft_logits
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
-from headstart.support.terminal import watched
 
 
 @torch.no_grad()
@@ -26,10 +25,10 @@ def headstart_drafts(heads: SpeculativeModel, prompts: Sequence[Sequence[int]], 
     """Return a transcript per prompt, of trees that are chains. Raises UserError for a depth that the heads cannot draft."""
     assert heads.drafter is not None
     heads.drafter.require_depth(settings.depth)
-    return [_headstart_transcript(heads, list(prompt), settings) for prompt in watched(prompts, "drafting with Headstart", "prompt")]
+    return [_transcript(heads, list(prompt), settings) for prompt in prompts]
 
 
-def _headstart_transcript(heads: SpeculativeModel, prompt: list[int], settings: EngineSettings) -> Transcript:
+def _transcript(heads: SpeculativeModel, prompt: list[int], settings: EngineSettings) -> Transcript:
     """Decode past the end by the length of a draft, so that the last round is as long as an engine's, and cut what is too much."""
     most = min(len(prompt) + settings.new_tokens + settings.depth, heads.backbone.max_positions or 1 << 31)
     engine = heads.engine(True)
@@ -47,20 +46,6 @@ def _headstart_transcript(heads: SpeculativeModel, prompt: list[int], settings: 
 
 @torch.no_grad()
 def headstart_logits(drafter: Drafter, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
-    """Return the logits ``[K, V]`` of each draft after the text, given the drafts before it; -inf for tokens that are not drafted."""
+    """Return the logits ``[K, V]`` of each draft after the text, given the drafts before it."""
     tokens_1T = torch.tensor([text], device=drafter.backbone.device)
-    next_token = after(drafter, drafter.backbone.read(tokens_1T[:, :-1], taps=drafter.taps), len(drafts))
-    return torch.stack([next_token(token) for token in [int(text[-1]), *drafts[:-1]]])
-
-
-@torch.no_grad()
-def near_tie(drafter: Drafter, given: Sequence[int], depth: int | None, tokens: tuple[int, int]) -> bool:
-    """See `NearTie`: by the logits of the heads, and for the text by the backbone's own."""
-    if depth is None:
-        backbone = drafter.backbone
-        hidden_1TD = backbone.read(torch.tensor([list(given)], device=backbone.device)).hidden_BTD
-        logits_V = backbone.readout(hidden_1TD[0, -1])
-    else:
-        place = len(given) - depth
-        logits_V = headstart_logits(drafter, given[:place], [*given[place:], tokens[0]])[-1]
-    return all(are_picks(logits_V.float().expand(2, -1), tokens))
+    return draft_logits(drafter, drafter.backbone.read(tokens_1T[:, :-1], taps=drafter.taps), int(text[-1]), drafts)
