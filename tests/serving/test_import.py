@@ -10,12 +10,12 @@ from typing import Any
 import foreign
 import pytest
 import torch
+from engines_alone import headstart_drafts
 from families import VOCAB, shake, texts, tiny
 from foreign import DV, D, Tensors, near_one, write
 from naive_passes import part
-from own_drafts import headstart_drafts, headstart_logits
 from plain.base import Target
-from plain.drafts import reference_drafts
+from plain.drafts import headstart_logits, reference_drafts
 from plain.folders import read_heads
 from torch import Tensor
 

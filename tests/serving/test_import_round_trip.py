@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from engines_alone import headstart_drafts
 from exported import make_home
 from families import backbone, random_drafter, texts, tiny
 from foreign import write
-from own_drafts import headstart_drafts
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from engines_alone import headstart_drafts
 from families import VOCAB, backbone, random_drafter, texts
-from own_drafts import headstart_drafts, headstart_logits
 from plain.base import Target
-from plain.drafts import reference_drafts
+from plain.drafts import headstart_logits, reference_drafts
 from plain.folders import read_heads
 from plain.layer import read_rope, rotate
 from shrink import shrunk

@@ -33,7 +33,7 @@ STATES = [
 
 
 class Eagle3(Layout):
-    """Architecture ``LlamaForCausalLMEagle3``, layers counted in both ways in use. Read as ``layers.0.``, whatever the file calls it."""
+    """Architecture ``LlamaForCausalLMEagle3``, layers counted in both ways in use."""
 
     name, title, methods, engines = "eagle3", "EAGLE-3", ("eagle3",), ("vllm", "sglang", "trtllm")
 

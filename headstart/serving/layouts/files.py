@@ -178,7 +178,7 @@ def write_folder(
     Raises UserError for a tensor that holds a NaN or an infinite value.
     """
     require_finite(tensors)
-    tensors = _separate(tensors)
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}  # safetensors refuses shared memory
     with atomic(folder / file) as temporary:  # which gives it the usual permissions
         save_file(tensors, temporary, metadata={"format": "pt"})
     if pickled is not None:
@@ -215,15 +215,3 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
         values = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite takes no 8-bit floats
         if tensor.is_floating_point() and not bool(torch.isfinite(values).all()):
             raise UserError(f"tensor {name} holds NaN or infinite values, so it is damaged or training diverged; nothing is written")
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, contiguous, none sharing memory with another, which safetensors refuses."""
-    own: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        pointer = tensor.untyped_storage().data_ptr()
-        own[name] = tensor.clone() if pointer in seen or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-        seen.add(pointer)
-    return own

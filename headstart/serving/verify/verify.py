@@ -46,7 +46,7 @@ class Check:
     """Tokens per draft (None: as many as the heads draft)."""
     allow_finetuned: bool = False
     where: str = ""
-    """Where the prompts are from."""
+    """How many prompts, and where they are from."""
     stored: tuple[dict[str, Any], ...] | None = None
     """The drafts that the export stored, taken in place of those of ``heads``."""
 
@@ -171,7 +171,7 @@ def _against_engine(check: Check, verdict: Verdict, drafter: Drafter | None) -> 
             raise
         verdict.notes.append(f"the engine refuses the folder: {error}")
         return
-    verdict.prompts = f"{len(check.prompts)} prompts of {check.where}, at temperature 0, up to {check.new_tokens} tokens each"
+    verdict.prompts = f"{check.where}, at temperature 0, up to {check.new_tokens} tokens each"
     verdict.comparison = compare(drafter, transcripts)
     if not verdict.comparison.equal and verdict.reference is not None and verdict.reference.whole:
         verdict.notes.append(AGREES)

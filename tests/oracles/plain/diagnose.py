@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from own_drafts import headstart_drafts
+from engines_alone import headstart_drafts
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import read_metadata
