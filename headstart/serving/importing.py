@@ -23,10 +23,11 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts, measure_tau
 from headstart.serving.layouts.files import PROVENANCE, read_files, require_new
 from headstart.serving.layouts.layout import Counting
+from headstart.serving.layouts.quantize import stated_format
 from headstart.serving.reading import build, layout_of, require_fit, stored_dtype
 from headstart.support.devices import spread
 from headstart.support.errors import UserError
-from headstart.support.files import atomic
+from headstart.support.files import atomic, file_hash
 from headstart.support.json_text import read_json
 from headstart.support.terminal import progress, watched
 
@@ -70,15 +71,16 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     found = [(measure(drafter, prompts, wishes.new_tokens), reading, drafter) for reading, drafter in zip(readings, drafters, strict=True)]
     found.sort(key=lambda one: -one[0]["tau"])  # of equal ones the first, which engines read, stays first
     _, best, drafter = found[0]
-    report = {
+    quantised = ["quantised weights became the fp32 weights that they stand for"] if stated_format(files.config) is not None else []
+    report: dict[str, Any] = {
         "source": path,
         "layout": layout.title,
         "kind": best.kind,
         "arguments": drafter.arguments,
-        "notes": [*best.notes, *best.remarks, *["quantised weights became the fp32 weights that they stand for"] * bool(files.quantised)],
+        "notes": [*best.notes, *best.remarks, *quantised],
         "measured_on": measured_on,
         "readings": [{"choice": reading.choice, **figures} for figures, reading, _ in found],
-        "files": files.hashes(),
+        "files": {file.name: file_hash(file) for file in sorted(set(files.homes.values()))},
     }
     chat: dict[str, Any] = {"template": None, "template_kwargs": dict(wishes.template_kwargs), "eos_token_id": []}
     with atomic(out, folder=True) as folder:

@@ -9,9 +9,8 @@ Shape suffixes: B batch, T positions, D width, K depth, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ TOKENS, PLACES, DEPTH = 64, (9, 30, 64), 8
 """Length of the text, after how many of its tokens drafts are made, and how many at most."""
 TOLERANCE = 2e-4
 """The largest difference of logits that fp32 arithmetic in another order makes, relative to the largest logit."""
-NextToken = Callable[[int], Tensor]
-"""The logits ``[V]`` of the token that follows the one given; called with the root, then with each token drafted."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +43,9 @@ def reference(drafter: Drafter) -> list[dict[str, Any]]:
     """Return drafts after some places of the text, with their logits, as data. A drafter in fp32."""
     found = []
     for place in PLACES:
-        features, token = _text(drafter, place)
-        depth, drafts, figures = min(drafter.depth, DEPTH), list[int](), []
-        next_token = after(drafter, features, depth)
-        for _ in range(depth):
-            logits_V = next_token(token)
-            drafts.append(token := int(logits_V.argmax()))
-            figures.append([float(f"{value:.7g}") for value in _figures(logits_V, token)])
+        logits_KV = draft_logits(drafter, *_text(drafter, place), min(drafter.depth, DEPTH))
+        drafts = logits_KV.argmax(-1).tolist()
+        figures = [[float(f"{x:.7g}") for x in _figures(logits_V, token)] for logits_V, token in zip(logits_KV, drafts, strict=True)]
         found.append({"place": place, "drafts": drafts, "logits": figures})
     return found
 
@@ -64,7 +57,7 @@ def agreement(drafter: Drafter, expected: Sequence[dict[str, Any]]) -> Agreement
     for one in expected:
         if drafter.max_depth is not None and drafter.max_depth < len(one["drafts"]):
             continue
-        logits_KV = draft_logits(drafter, *_text(drafter, one["place"]), one["drafts"])
+        logits_KV = draft_logits(drafter, *_text(drafter, one["place"]), len(one["drafts"]), one["drafts"])
         equal += sum(are_picks(logits_KV, one["drafts"]))
         for logits_V, token, figures in zip(logits_KV, one["drafts"], one["logits"], strict=True):
             largest = float(logits_V[logits_V.isfinite()].abs().max())
@@ -86,33 +79,23 @@ def are_picks(logits_KV: Tensor, tokens: Sequence[int]) -> list[bool]:
     return picks
 
 
-def draft_logits(drafter: Drafter, features: Features, root: int, drafts: Sequence[int]) -> Tensor:
-    """Return the logits ``[K, V]`` of each draft after these features and the root, given the drafts before it; -inf: never drafted."""
-    next_token = after(drafter, features, len(drafts))
-    return torch.stack([next_token(token) for token in (root, *drafts[:-1])])
-
-
 @torch.no_grad()
-def after(drafter: Drafter, features: Features, depth: int) -> NextToken:
-    """Return what drafts after these features ``[1, T]`` to this depth, given the root and then each draft before the next."""
+def draft_logits(drafter: Drafter, features: Features, root: int, depth: int, drafts: Sequence[int] | None = None) -> Tensor:
+    """Return the logits ``[K, V]`` of a chain of drafts after features ``[1, T]`` and the root; -inf: never drafted.
+
+    Each draft follows those of ``drafts`` before it (None: the likeliest ones).
+    """
     state = drafter.reserve(drafter.begin(features), features.tokens_BT.shape[1] + 1 + 2 * depth)
-    zero_11, all_BKD, depths = torch.zeros_like(features.tokens_BT[:, :1]), None, count()
-
-    @torch.no_grad()
-    def next_token(token: int) -> Tensor:
-        nonlocal state, all_BKD
-        depth, token_11 = next(depths), torch.full_like(zero_11, token)
-        if drafter.all_depths_at_once:
-            if all_BKD is None:
-                all_BKD, state = drafter.step(state, token_11, zero_11, 0)
-            hidden = all_BKD[:, depth : depth + 1]
-        else:
-            hidden, state = drafter.step(state, token_11, zero_11, depth)
-        logits_DV = drafter.readout(hidden, depth, token_11)[0, 0].float()
+    zero_11, token, logits, at_once = torch.zeros_like(features.tokens_BT[:, :1]), root, list[Tensor](), drafter.all_depths_at_once
+    for k in range(depth):
+        token_11 = torch.full_like(zero_11, token)
+        if k == 0 or not at_once:
+            hidden, state = drafter.step(state, token_11, zero_11, k)
+        logits_DV = drafter.readout(hidden[:, k : k + 1] if at_once else hidden, k, token_11)[0, 0].float()
         whole_V = logits_DV.new_full((drafter.backbone.vocab,), -torch.inf)
-        return logits_DV if drafter.vocabulary is None else whole_V.scatter(0, drafter.vocabulary, logits_DV)
-
-    return next_token
+        logits.append(logits_DV if drafter.vocabulary is None else whole_V.scatter(0, drafter.vocabulary, logits_DV))
+        token = int(logits[-1].argmax()) if drafts is None else drafts[k]
+    return torch.stack(logits)
 
 
 def _text(drafter: Drafter, place: int) -> tuple[Features, int]:

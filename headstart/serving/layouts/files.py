@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headstart.serving.layouts.quantize import dequantized, stated_format
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, file_hash
+from headstart.support.files import atomic
 from headstart.support.hub import find_folder, inside
 from headstart.support.json_text import read_json
 
@@ -54,32 +54,18 @@ class Files:
     loaded: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors in memory: those of pickles, which are read as a whole, and of quantised files."""
 
-    @property
-    def quantised(self) -> str | None:
-        """How the weights are stored in 8 bits; None: they are not."""
-        return stated_format(self.config)
-
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return these tensors, or all, on the CPU. Raises DamagedError."""
-        found: dict[str, Tensor] = {}
-        by_file: dict[Path, list[str]] = {}
-        for name in self.shapes if names is None else names:
-            if name in self.loaded:
-                found[name] = self.loaded[name]
-            else:
-                by_file.setdefault(self.homes[name], []).append(name)
-        for path, wanted in by_file.items():
+        wanted = list(self.shapes if names is None else names)
+        found = {name: self.loaded[name] for name in wanted if name in self.loaded}
+        for path in dict.fromkeys(self.homes[name] for name in wanted if name not in found):
             with _opened(path) as file:
-                found |= {name: file.get_tensor(name) for name in wanted}
+                found |= {name: file.get_tensor(name) for name in wanted if self.homes.get(name) == path}
         return found
 
     def names(self, start: str = "") -> list[str]:
         """Return the names of the tensors that begin with ``start``."""
         return [name for name in self.shapes if name.startswith(start)]
-
-    def hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of each weights file, by its name."""
-        return {path.name: file_hash(path) for path in sorted(set(self.homes.values()))}
 
 
 def read_files(path: str | Path) -> Files:
@@ -103,7 +89,7 @@ def read_files(path: str | Path) -> Files:
         homes |= dict.fromkeys(held, file)
         shapes |= held
     files = Files(str(path), folder, config, shapes, homes, loaded)
-    if files.quantised is None:
+    if stated_format(config) is None:
         return files
     tensors = dequantized(config, files.read())
     return replace(files, shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()}, loaded=tensors)

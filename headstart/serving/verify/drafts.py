@@ -45,27 +45,20 @@ class Transcript:
         return self.prompt + self.written
 
 
-def mean_acceptance_length(transcripts: Sequence[Transcript]) -> float:
-    """Return drafts kept per round plus one, as vLLM reports it; 1 without rounds."""
-    rounds = [one for transcript in transcripts for one in transcript.rounds]
-    return 1 + sum(one.kept for one in rounds) / max(len(rounds), 1)
+def acceptance(transcripts: Sequence[Transcript]) -> dict[str, Any]:
+    """Return the acceptance of transcripts, of which without rounds nothing is accepted.
 
-
-def tau(transcripts: Sequence[Transcript]) -> float:
-    """Return the tokens written per round, the backbone's own token included, as `headstart bench` reports it; 1 without rounds."""
-    written = rounds = 0
-    for transcript in transcripts:
-        end = len(transcript.text)
-        written += sum(min(one.kept + 1, end - one.position) for one in transcript.rounds)
-        rounds += len(transcript.rounds)
-    return written / rounds if rounds else 1.0
-
-
-def acceptance_rate_per_position(transcripts: Sequence[Transcript]) -> list[float]:
-    """Return for each draft position the share of rounds that kept it, as vLLM's metric of that name."""
-    rounds = [one for transcript in transcripts for one in transcript.rounds]
-    longest = max((len(one.drafts) for one in rounds), default=0)
-    return [sum(one.kept > i for one in rounds) / len(rounds) for i in range(longest)]
+    ``tau``: tokens written per round, the backbone's own included, as `headstart bench` reports it. ``mean_acceptance_length``: drafts kept
+    per round plus one, and ``acceptance_rate_per_pos``: the share of rounds that kept the draft at each position, as vLLM reports them.
+    """
+    rounds = [(at, min(at.kept + 1, len(one.text) - at.position)) for one in transcripts for at in one.rounds]
+    count, longest = max(len(rounds), 1), max((len(at.drafts) for at, _ in rounds), default=0)
+    return {
+        "tau": sum(written for _, written in rounds) / count if rounds else 1.0,
+        "mean_acceptance_length": 1 + sum(at.kept for at, _ in rounds) / count,
+        "acceptance_rate_per_pos": [sum(at.kept > i for at, _ in rounds) / count for i in range(longest)],
+        "rounds": len(rounds),
+    }
 
 
 # An engine decodes greedily in fp32, one prompt at a time, with a chain of drafts per round.
@@ -153,7 +146,7 @@ def compare(drafter: Drafter, transcripts: Sequence[Transcript]) -> Comparison:
         for at in (at for at in one.rounds if at.drafts):
             T, taps = at.position - 1, read.taps or {}
             before = Features(read.tokens_BT[:, :T], read.hidden_BTD[:, :T], {tap: x_BTD[:, :T] for tap, x_BTD in taps.items()} or None)
-            logits_KV = draft_logits(drafter, before, one.text[T], at.drafts)
+            logits_KV = draft_logits(drafter, before, one.text[T], len(at.drafts), at.drafts)
             same = are_picks(logits_KV, at.drafts)
             equal_drafts += sum(same)
             if not all(same):
@@ -161,17 +154,7 @@ def compare(drafter: Drafter, transcripts: Sequence[Transcript]) -> Comparison:
                 differences.append(Difference(number, at.position, k, int(logits_KV[k].argmax()), at.drafts[k]))
     rounds = [at for one in transcripts for at in one.rounds]
     drafts, first = sum(len(at.drafts) for at in rounds), next(iter(differences), None)
-    return Comparison(len(transcripts), equal_texts, len(rounds), drafts, equal_drafts, first, figures(transcripts))
-
-
-def figures(transcripts: Sequence[Transcript]) -> dict[str, Any]:
-    """Return the acceptance of transcripts as Headstart and as vLLM count it."""
-    return {
-        "tau": tau(transcripts),
-        "mean_acceptance_length": mean_acceptance_length(transcripts),
-        "acceptance_rate_per_pos": acceptance_rate_per_position(transcripts),
-        "rounds": sum(len(one.rounds) for one in transcripts),
-    }
+    return Comparison(len(transcripts), equal_texts, len(rounds), drafts, equal_drafts, first, acceptance(transcripts))
 
 
 @dataclass

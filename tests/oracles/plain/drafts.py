@@ -116,4 +116,4 @@ def expected_drafts(target: Target, transcripts: Sequence[Transcript], drafter: 
 def headstart_logits(drafter: Drafter, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
     """Return Headstart's logits ``[K, V]`` of each draft after the text, given the drafts before it."""
     tokens_1T = torch.tensor([text], device=drafter.backbone.device)
-    return draft_logits(drafter, drafter.backbone.read(tokens_1T[:, :-1], taps=drafter.taps), int(text[-1]), drafts)
+    return draft_logits(drafter, drafter.backbone.read(tokens_1T[:, :-1], taps=drafter.taps), int(text[-1]), len(drafts), drafts)
