@@ -153,7 +153,6 @@ def _report(heads: Checkpoint, layout: Layout, served: Served, engine: str | Non
     """Return the report; ``notes``: what differs from the checkpoint."""
     unread, asked = layout.unread(heads), ("vllm",) if served.rank else (engine,) if engine else layout.engines
     reading = {name: entry for name, entry in readers(heads.method).items() if name in asked and name not in unread}
-    adapter = "keep" if served.rank else "merge"
     notes = notes or ["the checkpoint's own layout, nothing changed"]
     notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
     if find_gguf(heads.backbone) is not None:
@@ -177,7 +176,7 @@ def _report(heads: Checkpoint, layout: Layout, served: Served, engine: str | Non
         "contract": heads.card["contract"],
         "dtype": heads.dtype,
         "depth": heads.depth,
-        "adapter": None if heads.adapter is None else adapter,
+        "adapter": None if heads.adapter is None else "keep" if served.rank else "merge",
         "notes": notes,
         "launch": {name: {"line": launch_line(name, served), "support": f"{ENGINES[name]}, {entry}"} for name, entry in reading.items()},
     }

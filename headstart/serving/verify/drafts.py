@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
@@ -91,8 +92,7 @@ def judged(position: int, drafts: Sequence[int], text: Sequence[int]) -> Round:
 Engine = Callable[[Path, str, list[list[int]], EngineSettings], list[Transcript]]
 """Decodes prompts with the heads in a folder on a model (a folder or hub id): one transcript per prompt, with a round for each draft.
 
-Raises UserError, in one line, if the engine is not installed, or does not load these heads. Engines may draft a different number of tokens
-past the end of a text, which comparisons ignore.
+Raises UserError, in one line, if the engine is not installed, or does not load these heads.
 """
 
 
@@ -133,28 +133,29 @@ class Comparison:
 @torch.no_grad()
 def compare(drafter: Drafter, transcripts: Sequence[Transcript]) -> Comparison:
     """Compare what an engine wrote and drafted with the logits of the backbone and of the heads at each place."""
-    equal_texts = equal_drafts = 0
-    differences: list[Difference] = []
+    texts = drafts = 0
+    first = None
     for number, one in enumerate(transcripts, 1):
-        read = drafter.backbone.read(torch.tensor([one.text], device=drafter.backbone.device), taps=drafter.taps)
-        logits_KV = drafter.backbone.readout(read.hidden_BTD[0, len(one.prompt) - 1 : -1]).float()
-        same = are_picks(logits_KV, one.written)
-        equal_texts += all(same)
-        if not all(same):
-            k = same.index(False)
-            differences.append(Difference(number, len(one.prompt) + k, None, int(logits_KV[k].argmax()), one.written[k]))
-        for at in (at for at in one.rounds if at.drafts):
+        for at, tokens, logits_KV in _held_to(drafter, one):
+            same = are_picks(logits_KV, tokens)
+            texts, drafts = (texts + all(same), drafts) if at is None else (texts, drafts + sum(same))
+            if first is None and not all(same):
+                k = same.index(False)
+                position = len(one.prompt) + k if at is None else at.position
+                first = Difference(number, position, None if at is None else k, int(logits_KV[k].argmax()), tokens[k])
+    rounds = [at for one in transcripts for at in one.rounds]
+    return Comparison(len(transcripts), texts, len(rounds), sum(len(at.drafts) for at in rounds), drafts, first, acceptance(transcripts))
+
+
+def _held_to(drafter: Drafter, one: Transcript) -> Iterator[tuple[Round | None, tuple[int, ...], Tensor]]:
+    """Yield a text, without a round, and the drafts of each round, with the logits ``[K, V]`` from which they should have been picked."""
+    read = drafter.backbone.read(torch.tensor([one.text], device=drafter.backbone.device), taps=drafter.taps)
+    yield None, one.written, drafter.backbone.readout(read.hidden_BTD[0, len(one.prompt) - 1 : -1]).float()
+    for at in one.rounds:
+        if at.drafts:
             T, taps = at.position - 1, read.taps or {}
             before = Features(read.tokens_BT[:, :T], read.hidden_BTD[:, :T], {tap: x_BTD[:, :T] for tap, x_BTD in taps.items()} or None)
-            logits_KV = draft_logits(drafter, before, one.text[T], len(at.drafts), at.drafts)
-            same = are_picks(logits_KV, at.drafts)
-            equal_drafts += sum(same)
-            if not all(same):
-                k = same.index(False)
-                differences.append(Difference(number, at.position, k, int(logits_KV[k].argmax()), at.drafts[k]))
-    rounds = [at for one in transcripts for at in one.rounds]
-    drafts, first = sum(len(at.drafts) for at in rounds), next(iter(differences), None)
-    return Comparison(len(transcripts), equal_texts, len(rounds), drafts, equal_drafts, first, acceptance(transcripts))
+            yield at, at.drafts, draft_logits(drafter, before, one.text[T], len(at.drafts), at.drafts)
 
 
 @dataclass
