@@ -195,7 +195,7 @@ def _require_template(path: str, card: dict[str, Any], tokenizer: PreTrainedToke
 
 def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbone) -> Drafter:
     """Read the drafter of a checkpoint (see `read_metadata`) in fp32. Raises UserError if files are missing or damaged."""
-    file = _checked(path, folder / card["weights"]["file"], card["weights"]["sha256"])
+    file = checked_weights(path, folder, card)
     if not built_in(card["kind"]) and card["kind"] not in sys.modules:
         kind = card["kind"]
         raise UserError(f"{path} was made by code of your own, {kind}; import that module before loading it (--head-module {kind})")
@@ -208,9 +208,10 @@ def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbo
     return drafter
 
 
-def _checked(path: str, file: Path, sha256: str) -> Path:
-    """Return ``file``. Raises UserError if it is missing or changed."""
-    if file_hash(_present(path, file)) != sha256:
+def checked_weights(path: str, folder: Path, card: dict[str, Any]) -> Path:
+    """Return the file of a checkpoint's weights. Raises UserError if it is missing or changed."""
+    file = _present(path, folder / card["weights"]["file"])
+    if file_hash(file) != card["weights"]["sha256"]:
         raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
     return file
 

@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.backbone.shipped import HEADS
-from headstart.support.numeric_limits import (
-    MAX_BATCH,
-    MAX_DEPTH,
-    MAX_NODES,
-    MAX_SEED,
-    MAX_WIDTH,
-    TEMPERATURES,
-    is_temperature,
-    max_threads,
-)  # fmt: skip
+from headstart.support.numeric_limits import MAX_BATCH, MAX_DEPTH, MAX_NODES, MAX_SEED, MAX_WIDTH, TEMPERATURES, is_temperature, max_threads
 
 DEBUG = "--debug"
 PROPOSERS = ("suffix", "recycling", "history", "lookahead")
@@ -112,24 +103,6 @@ def add_template_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--template-arg", action="append", metavar="KEY=VALUE", help=about)
 
 
-def add_proposers(parser: argparse.ArgumentParser) -> None:
-    """What drafts without trained heads."""
-    about = f"draft with n-gram proposers too: any of {', '.join(PROPOSERS)}"
-    parser.add_argument("--propose", action="extend", nargs="+", choices=PROPOSERS, metavar="NAME", help=about)
-    parser.add_argument("--draft-model", metavar="MODEL", help="draft with this smaller model of the same vocabulary too")
-    parser.add_argument("--early-exit", type=count(1), metavar="E", help="draft with the backbone's first E layers too")
-
-
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Limits of the heads' KV cache."""
-    about = "limit the heads' KV cache to the last N positions and a few sink tokens (default: unlimited)"
-    parser.add_argument("--draft-window", type=count(1), metavar="N", help=about)
-    about = "sink tokens kept beside --draft-window (4)"
-    parser.add_argument("--num-sink-tokens", type=count(0), metavar="N", help=about)
-    about = "keep the heads' KV cache in host memory between drafts"
-    parser.add_argument("--offload-draft-kv", action="store_true", help=about)
-
-
 class _DebugHead(argparse.Action):
     """Sets ``--nodes`` and ``--capture``: an adaptive tree may leave the heads out, and what is captured no longer runs their Python."""
 
@@ -139,8 +112,16 @@ class _DebugHead(argparse.Action):
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
     """Arguments of every command that decodes."""
-    add_proposers(parser)
-    add_limits(parser)
+    about = f"draft with n-gram proposers too: any of {', '.join(PROPOSERS)}"
+    parser.add_argument("--propose", action="extend", nargs="+", choices=PROPOSERS, metavar="NAME", help=about)
+    parser.add_argument("--draft-model", metavar="MODEL", help="draft with this smaller model of the same vocabulary too")
+    parser.add_argument("--early-exit", type=count(1), metavar="E", help="draft with the backbone's first E layers too")
+    about = "limit the heads' KV cache to the last N positions and a few sink tokens (default: unlimited)"
+    parser.add_argument("--draft-window", type=count(1), metavar="N", help=about)
+    about = "sink tokens kept beside --draft-window (4)"
+    parser.add_argument("--num-sink-tokens", type=count(0), metavar="N", help=about)
+    about = "keep the heads' KV cache in host memory between drafts"
+    parser.add_argument("--offload-draft-kv", action="store_true", help=about)
     add_model(parser)
     parser.add_argument("--max-new-tokens", type=count(1), default=128, metavar="N", help="most tokens to generate (128)")
     about = "size of the candidate tree, root (bonus token) included; SGLang's num_draft_tokens (default: adaptive)"

@@ -8,18 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.cli.arguments import (
-    BATCH,
-    HEADS,
-    NODES,
-    SEED,
-    WIDTH,
-    add_no_compile,
-    add_shared,
-    add_style,
-    count,
-    temperature,
-)
+from headstart.cli.arguments import BATCH, HEADS, NODES, SEED, WIDTH, add_no_compile, add_shared, add_style, count, temperature
 from headstart.support.errors import UserError, waiting
 
 if TYPE_CHECKING:
@@ -187,7 +176,6 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 def compare(args: argparse.Namespace) -> int:
     """Compare two reports of ``bench``, or any number of training runs. Raises UserError for what cannot be compared."""
     from headstart.inference.bench.compare import comparison_page, print_comparison, read_comparison
-    from headstart.support.errors import UserError
     from headstart.support.files import as_path, write_text
     from headstart.support.page import require_charts
     from headstart.training.log.runs import print_runs, read_runs

@@ -69,12 +69,7 @@ COMMANDS = (
     Command("chat", "generate", "Chat with the backbone"),
     Command("bench", "bench", "Measure heads against autoregressive decoding and transformers' generate"),
     Command("compare", "bench", "Compare two reports of bench, or several training runs"),
-    Command(
-        "compile",
-        "compile",
-        "Compile a model's layers and its heads' drafts for this CPU, once",
-        "compile_layers",
-    ),
+    Command("compile", "compile", "Compile a model's layers and its heads' drafts for this CPU, once", "compile_layers"),
     Command("cache", "preparing", "Cache target hidden states for training"),
     Command("serve-features", "preparing", "Print or start the vLLM server that a recipe's hidden states come from", "serve_features"),
     Command("regenerate", "preparing", "Replace the answers of a dataset by the backbone's own"),

@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headstart.cli.arguments import DEPTH, THREADS, add_precision, add_template_arguments, count
 
@@ -120,17 +120,6 @@ VERIFY_EXAMPLE = """examples:
   headstart verify out/served --heads out/quickstart/eagle3
   headstart verify out/served --engine vllm --prompts prompts.jsonl --json verdict.json
   headstart verify someone/eagle3-heads --backbone meta-llama/Llama-3.1-8B-Instruct"""
-TEXTS = (
-    "Once upon a time there was a little girl who lived near a river with her grandmother. One day",
-    "The capital of France is Paris. The capital of Italy is",
-    'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""\n',
-    "Q: A farmer has 12 cows and buys 7 more. How many cows does he have now?\nA:",
-    "Dear Ms Walker,\n\nthank you for your letter of 3 May. I am glad to tell you that",
-    "To make tea, boil water, put the leaves into a pot, and",
-)
-"""Prompts where none are given."""
-RANDOM = 6
-"""Number of random prompts for a backbone without a tokenizer."""
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +166,7 @@ def verify(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     name = backbone_name(name, [heads] if heads else [])
-    backbone, prompts = _subject(args, name, heads)
+    backbone, prompts, where = _subject(args, name, heads)
     verdict = examine(
         Check(
             folder=folder,
@@ -187,9 +176,8 @@ def verify(args: argparse.Namespace) -> int:
             prompts=prompts,
             new_tokens=args.max_new_tokens,
             depth=args.depth,
-            end_tokens=_end_tokens(backbone),
             allow_finetuned=args.allow_finetuned,
-            where=", ".join(args.prompts or ["its own (--prompts for others)"]),
+            where=where,
             stored=None if args.heads else stored,
         )
     )
@@ -198,11 +186,17 @@ def verify(args: argparse.Namespace) -> int:
     return 0 if verdict.equal else 1
 
 
-def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Backbone, list[list[int]]]:
-    """Return the backbone, for an engine whole and with prompts. Raises UserError, before it is loaded for what files show."""
-    from headstart.chat.prompts import require_prompts
-    from headstart.heads.backbone.backbone import load_backbone
+def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Backbone, list[list[int]], str]:
+    """Return the backbone, for an engine whole and with prompts, cut to fit, and where these are from.
+
+    Raises UserError, before it is loaded for what files show.
+    """
+    from headstart.chat.prompts import Prompter, read_prompts, require_prompts
+    from headstart.cli.loading import chat_settings_of
+    from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
+    from headstart.heads.backbone.model_config import end_tokens
     from headstart.heads.checkpoint import require_sizes
+    from headstart.serving.importing import Wishes, prompts_for
     from headstart.serving.layouts.checkpoint import load_ends
     from headstart.support.errors import UserError
 
@@ -213,45 +207,21 @@ def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Ba
     if args.engine == "reference":
         if args.prompts:
             raise UserError("--prompts are for an engine (--engine vllm or transformers); without one no text is written")
-        return load_ends(name), []
+        return load_ends(name), [], ""
     backbone = load_backbone(name, dtype="fp32", device="cpu")
     if backbone.refusal is not None:
         raise UserError(f"{backbone.refusal}: leave out --engine {args.engine}, and drafts are compared without running the backbone")
-    return backbone, _prompts(args, backbone, heads)
-
-
-def _prompts(args: argparse.Namespace, backbone: Backbone, heads: str | None) -> list[list[int]]:
-    """Return the token ids of the prompts, cut to fit. Without files: some texts, or random tokens if there is no tokenizer."""
-    import torch
-
-    from headstart.chat.prompts import Prompter, read_prompts
-    from headstart.cli.loading import chat_settings_of
-    from headstart.heads.backbone.backbone import load_tokenizer
-    from headstart.support.errors import UserError
-
     room = min(args.prompt_tokens, (backbone.max_positions or 1 << 31) - args.max_new_tokens - 16)
     if room < 2:
         limit = f"the backbone's {backbone.max_positions} positions"
         raise UserError(f"--max-new-tokens {args.max_new_tokens} leaves no room for prompts in {limit}; lower it")
-    settings = chat_settings_of([heads] if heads else [], args.template_arg, _end_tokens(backbone))
-    try:
-        tokenizer = load_tokenizer(backbone.name)
-        if not tokenizer(TEXTS[0])["input_ids"]:  # transformers gives an empty one for folders of some families that have none
-            raise UserError(f"{backbone.name} has no tokenizer for --prompts; save its tokenizer in that folder")
-        prompter = Prompter(tokenizer, settings=settings)
-    except UserError:
-        if args.prompts:
-            raise
-        noise = torch.Generator().manual_seed(0)
-        return torch.randint(backbone.vocab, (RANDOM, min(room, 12)), generator=noise).tolist()
+    settings = chat_settings_of([heads] if heads else [], args.template_arg, end_tokens(backbone.model.generation_config))
     if args.prompts:
-        found: list[Any] = [prompt.ids_T for file in args.prompts for prompt in read_prompts(Path(file), prompter, args.limit)]
+        prompter = Prompter(tokenizer := load_tokenizer(backbone.name), settings=settings)
+        if not tokenizer("a")["input_ids"]:  # transformers gives an empty one for folders of some families that have none
+            raise UserError(f"{backbone.name} has no tokenizer for --prompts; save its tokenizer in that folder")
+        found = [prompt.ids_T for file in args.prompts for prompt in read_prompts(Path(file), prompter, args.limit)]
+        where = f"{len(found)} prompts of {', '.join(args.prompts)}"
     else:
-        found = [prompter.begin(text) for text in TEXTS]
-    return [ids_T[-room:].tolist() for ids_T in found]
-
-
-def _end_tokens(backbone: Backbone) -> tuple[int, ...]:
-    from headstart.heads.backbone.model_config import end_tokens
-
-    return end_tokens(backbone.model.generation_config)
+        found, where = prompts_for(backbone, Wishes(template_kwargs=settings.variables))
+    return backbone, [ids_T[-room:].tolist() for ids_T in found], where

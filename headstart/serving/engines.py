@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,23 +39,16 @@ class Support:
         return ", ".join([*spans, f"{how} {self.versions}", *([self.note] if self.note else [])])
 
 
-@dataclass(frozen=True)
-class Unsupported:
-    """That an engine never read a method's heads."""
-
-    reason: str
-
-
-NO_MODULE = Unsupported("it has no module for them")
+NO_MODULE = "it has no module for them"
 V2_RUNNER = "needs the V2 model runner, the default on a GPU"
 BLOCK_ROW = Support("documented", "1.4.0rc1")
 
-TABLE: dict[tuple[str, str], Support | Unsupported] = {
+TABLE: dict[tuple[str, str], Support | str] = {
     ("vllm", "eagle3"): Support("run", "0.32.0, 0.33.0", since="0.8.5"),
     ("vllm", "eagle"): Support("run", "0.32.0, 0.33.0"),
     ("vllm", "dflash"): Support("run", "0.32.0", since="0.19", note="its CPU build norms the context's keys wrongly, see Verify"),
     ("vllm", "dspark"): Support("read", "0.32.0, 0.33.0", note=V2_RUNNER),
-    ("vllm", "domino"): Unsupported("it has no module for Domino's correction (read in the source of 0.32.0)"),
+    ("vllm", "domino"): "it has no module for Domino's correction (read in the source of 0.32.0)",
     ("vllm", "mtp"): Support("run", "0.32.0", note="MiMo run; Qwen3.5 read in its source"),
     ("vllm", "draft_model"): Support("run", "0.32.0", note="not from 0.10 to 0.13"),
     ("vllm", "pard"): Support("run", "0.32.0"),
@@ -68,7 +62,7 @@ TABLE: dict[tuple[str, str], Support | Unsupported] = {
     ("sglang", "domino"): Support("read", "0.5.23", note="one GPU, --tp-size 1"),
     ("sglang", "mtp"): Support("read", "0.5.23"),
     ("sglang", "draft_model"): Support("read", "0.5.23"),
-    ("sglang", "pard"): Unsupported("its STANDALONE drafts one token a pass; it has no parallel draft models"),
+    ("sglang", "pard"): "its STANDALONE drafts one token a pass; it has no parallel draft models",
     ("sglang", "medusa"): NO_MODULE,
     ("sglang", "mlp"): NO_MODULE,
     ("sglang", "hydra"): NO_MODULE,
@@ -79,7 +73,7 @@ TABLE: dict[tuple[str, str], Support | Unsupported] = {
     ("trtllm", "dflash"): BLOCK_ROW,
     ("trtllm", "dspark"): BLOCK_ROW,
     ("trtllm", "domino"): NO_MODULE,
-    ("trtllm", "mtp"): Unsupported("its MTP is that of DeepSeek-V3 and R1, whose layers Headstart does not train"),
+    ("trtllm", "mtp"): "its MTP is that of DeepSeek-V3 and R1, whose layers Headstart does not train",
     ("trtllm", "draft_model"): Support("documented", "1.4.0rc1"),
     ("trtllm", "pard"): Support("documented", "1.4.0rc1"),
     ("trtllm", "medusa"): Support("documented", "1.2.1", until="1.2.1", note="the TensorRT backend, removed since, read them"),
@@ -90,11 +84,11 @@ TABLE: dict[tuple[str, str], Support | Unsupported] = {
     ("transformers", "dflash"): Support("run", "5.20.0, 5.22.0, 5.23.0", note="by the layout dflash-hf"),
     ("transformers", "draft_model"): Support("run", "5.20.0, 5.22.0, 5.23.0"),
 }
-"""What is not listed for TGI and transformers is not supported."""
+"""Why not, for heads that an engine never read. What is not listed for TGI and transformers is not supported."""
 
 
-def support(engine: str, method: str) -> Support | Unsupported:
-    """Return whether and in which versions an engine reads a method's heads."""
+def support(engine: str, method: str) -> Support | str:
+    """Return in which versions an engine reads a method's heads, or why it does not."""
     return TABLE.get((engine, method), NO_MODULE)
 
 
@@ -112,11 +106,11 @@ def require_engine(engine: str, method: str, layouts: list[str]) -> None:
     name, heads = ENGINES[engine], METHODS[method]
     others = [ENGINES[other] for other, found in readers(method).items() if found.until is None and other != engine]
     where = f"{' and '.join(others)} {'reads' if len(others) == 1 else 'read'} them" if others else "no other engine reads them today"
-    if isinstance(entry, Unsupported):
+    if isinstance(entry, str):
         advice = f"; write --to {layouts[0]}" if layouts and others else "; decode them with headstart.load"
         if engine == "transformers":
             advice = "; in transformers Headstart decodes them, by custom_generate (docs/serving.md)"
-        raise UserError(f"{name} does not read {heads} heads: {entry.reason}; {where}{advice}")
+        raise UserError(f"{name} does not read {heads} heads: {entry}; {where}{advice}")
     advice = f"--to {layouts[0]} writes the layout for {name} up to {entry.until}" if layouts else "decode them with headstart.load"
     raise UserError(f"{name} reads {heads} heads up to version {entry.until} only ({entry.note}); {where}; {advice}")
 
@@ -142,7 +136,7 @@ class Served:
     """Folder or hub id of the backbone, with the adapter merged into it if it was."""
     depth: int
     """Tokens drafted in a pass."""
-    config: dict[str, Any]
+    config: Mapping[str, Any]
     """``config.json`` of the exported folder."""
     adapter: str | None = None
     """Folder of an adapter that is kept apart."""

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from headstart import __version__
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.model_config import load_config
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, recipe_section
-from headstart.serving.engines import (
-    ENGINES,
-    METHODS,
-    Served,
-    launch_line,
-    nearest,
-    readers,
-    require_engine,
-)
+from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, nearest, readers, require_engine
 from headstart.serving.layouts.checkpoint import Checkpoint, Dtype, read_checkpoint
-from headstart.serving.layouts.files import PROVENANCE, new_folder, read_files, require_new
-from headstart.serving.layouts.layout import ServedLayout, layouts_of
-from headstart.serving.reading import build, original_of, read_exported, round_as_stored
+from headstart.serving.layouts.files import PROVENANCE, Files, new_folder, read_files, require_new
+from headstart.serving.layouts.layout import Layout
+from headstart.serving.reading import build, layouts_of, original_of, read_exported, round_as_stored
 from headstart.serving.reference import agreement, reference
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_json
@@ -60,37 +52,54 @@ def export(request: Request) -> dict[str, Any]:
     Raises UserError, before anything is written, for an unknown format, heads that it or the engine cannot hold, damaged heads, a folder
     that is not empty, or a backbone that is missing or another one.
     """
-    known = {one.name: one for one in layouts_of()}
-    if request.to not in known and request.to not in ENGINES:
-        raise nearest(request.to, [*ENGINES, *sorted(known)])
+    if request.to not in ENGINES and all(request.to != one.name for one in layouts_of()):
+        raise nearest(request.to, [*ENGINES, *sorted(one.name for one in layouts_of())])
     require_new(request.out)
-    heads = read_checkpoint(request.heads, request.backbone)
-    layout, engine = _chosen(request.to, heads, known)
+    heads = read_checkpoint(request.heads, request.backbone).cast(request.dtype)
+    layout, engine = _chosen(request.to, heads)
     rank = _rank(heads, request.adapter, engine)
     if heads.adapter is not None and request.adapter == "merge":
         heads = replace(heads, served=str(request.out.absolute() / BACKBONE))
     original = original_of(heads.path, heads.ends, allow_finetuned=True)
     with new_folder(request.out) as folder:
-        layout.write(heads, request.dtype, folder)
-        drafts = _read_back(heads, original, folder)
-        if heads.adapter is not None:
-            if request.adapter == "merge":
-                _write_merged(heads, folder)
-            else:
-                shutil.copytree(heads.adapter, folder / ADAPTER)
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        served = _served(heads, request, config, rank)
+        notes, files = layout.write(heads, folder), read_files(folder)
+        drafts = _read_back(heads, original, files)
+        if heads.adapter is not None and rank:
+            shutil.copytree(heads.adapter, folder / ADAPTER)
+        elif heads.adapter is not None:
+            _write_merged(heads, folder)
+        served = _served(heads, request.out.absolute(), files.config, rank)
         if (template := recipe_section(heads.card["provenance"], "data").get("chat_template")) is not None:
             (folder / TEMPLATE).write_text(template, encoding="utf-8")
-        report = _report(heads, request, layout, served, engine)
+        report = _report(heads, layout, served, engine, notes)
         stated = {key: value for key, value in report.items() if key not in ("launch", "notes")}
         (folder / PROVENANCE).write_text(json.dumps(stated | {"reference": drafts}, indent=2) + "\n", encoding="utf-8")
     return report
 
 
-def _read_back(heads: Checkpoint, original: Drafter, folder: Path) -> list[dict[str, Any]]:
+def _chosen(to: str, heads: Checkpoint) -> tuple[Layout, str | None]:
+    """Return the layout and, if one was asked for, the engine. Raises UserError if either cannot hold the heads."""
+    if heads.method not in METHODS:
+        raise UserError(f"{heads.path} holds heads of kind {heads.method!r}, which is code of your own; engines read {', '.join(METHODS)}")
+    if not heads.backbone:
+        raise UserError(f"{heads.path} does not say which backbone it was trained on; give --backbone")
+    held = {one.name: one for one in layouts_of(heads.method)}
+    if to in ENGINES:
+        require_engine(to, heads.method, list(held))
+        layout = next(one for one in held.values() if to in one.engines)
+        if reason := layout.unread(heads).get(to):
+            raise UserError(f"{ENGINES[to]} does not read {heads.path}: {reason}; --to {layout.name} writes the layout all the same")
+        return layout, to
+    if to not in held:
+        of = ", ".join(METHODS[method] for one in layouts_of() if one.name == to for method in one.methods)
+        allowed = f"for these heads: {', '.join(held)}" if held else "no engine reads these: decode them with headstart.load"
+        raise UserError(f"{heads.path} holds {METHODS[heads.method]} heads; the layout {to} is of {of}; {allowed}")
+    return held[to], None
+
+
+def _read_back(heads: Checkpoint, original: Drafter, files: Files) -> list[dict[str, Any]]:
     """Return what the heads draft after given states. Raises UserError unless the written folder, read back, drafts that too."""
-    found = read_exported(read_files(folder), heads.ends)
+    found = read_exported(files, heads.ends)
     round_as_stored(original, found)
     drafts, faults = reference(original), list(found.remarks)
     if not faults and not agreement(build(found, heads.ends, heads.path), drafts).whole:
@@ -98,23 +107,6 @@ def _read_back(heads: Checkpoint, original: Drafter, folder: Path) -> list[dict[
     if faults:
         raise UserError(f"{heads.path}: {faults[0]}: {METADATA}, config.json or the weights are damaged; train or fetch the heads again")
     return drafts
-
-
-def _chosen(to: str, heads: Checkpoint, known: dict[str, ServedLayout]) -> tuple[ServedLayout, str | None]:
-    """Return the layout and, if one was asked for, the engine. Raises UserError if either cannot hold the heads."""
-    held = layouts_of(heads.method)
-    names = [one.name for one in held]
-    if to in ENGINES:
-        require_engine(to, heads.method, names)
-        layout = next(one for one in held if to in one.engines)
-        if reason := layout.unread(heads).get(to):
-            raise UserError(f"{ENGINES[to]} does not read {heads.path}: {reason}; --to {layout.name} writes the layout all the same")
-        return layout, to
-    if to not in names:
-        of = ", ".join(METHODS[method] for method in known[to].methods)
-        allowed = f"for these heads: {', '.join(names)}" if names else "no engine reads these: decode them with headstart.load"
-        raise UserError(f"{heads.path} holds {METHODS[heads.method]} heads; the layout {to} is of {of}; {allowed}")
-    return known[to], None
 
 
 def _rank(heads: Checkpoint, how: str, engine: str | None) -> int:
@@ -143,7 +135,7 @@ def _write_merged(heads: Checkpoint, folder: Path) -> None:
     backbone.require_adapter(heads.path, heads.adapter, heads.card["contract"]["adapter"])
     assert backbone.adapter is not None
     model = backbone.adapter.peft.merge_and_unload()
-    dtype = getattr(torch, str(heads.backbone_config.get("dtype", heads.backbone_config.get("torch_dtype"))), None)
+    dtype = load_config(heads.backbone).dtype
     (model if dtype is None else model.to(dtype)).save_pretrained(folder / BACKBONE)
     try:
         load_tokenizer(heads.backbone).save_pretrained(folder / BACKBONE)
@@ -151,52 +143,43 @@ def _write_merged(heads: Checkpoint, folder: Path) -> None:
         pass  # a backbone without a tokenizer stays one
 
 
-def _served(heads: Checkpoint, request: Request, config: dict[str, Any], rank: int) -> Served:
-    out, backbone = str(request.out.absolute()), Path(heads.served).expanduser()
-    adapter = f"{out}/{ADAPTER}" if rank else None
+def _served(heads: Checkpoint, out: Path, config: Mapping[str, Any], rank: int) -> Served:
+    backbone = Path(heads.served).expanduser()
     served = str(backbone.absolute()) if backbone.exists() else heads.served  # as its folder: the line is run anywhere
-    return Served(heads.method, out, served, heads.depth, config, adapter, rank)
+    return Served(heads.method, str(out), served, heads.depth, config, f"{out}/{ADAPTER}" if rank else None, rank)
 
 
-def _report(heads: Checkpoint, request: Request, layout: ServedLayout, served: Served, engine: str | None) -> dict[str, Any]:
-    unread, asked = layout.unread(heads), layout.engines if engine is None else (engine,)
-    if served.adapter is not None:
-        asked = ("vllm",)
+def _report(heads: Checkpoint, layout: Layout, served: Served, engine: str | None, notes: list[str]) -> dict[str, Any]:
+    """Return the report; ``notes``: what differs from the checkpoint."""
+    unread, asked = layout.unread(heads), ("vllm",) if served.rank else (engine,) if engine else layout.engines
     reading = {name: entry for name, entry in readers(heads.method).items() if name in asked and name not in unread}
-    notes = layout.notes(heads) or ["the checkpoint's own layout, nothing changed"]
+    notes = notes or ["the checkpoint's own layout, nothing changed"]
     notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
     if find_gguf(heads.backbone) is not None:
         notes.append("the backbone is a GGUF file, which few engines load; the heads fit the model's safetensors too (--backbone)")
-    notes += _template_notes(heads)
-    if request.dtype != "auto":
-        notes.append(f"weights are written in {request.dtype}")
+    data = recipe_section(heads.card["provenance"], "data")
+    if data.get("chat_template") is not None:
+        notes.append(f"trained with a chat template of the recipe's, written as {TEMPLATE}: let the engine ask with it (--chat-template)")
+    if variables := data.get("template_kwargs"):
+        notes.append(f"trained with variables of the chat template: send them with requests (chat_template_kwargs {variables})")
+    if heads.dtype != "auto":
+        notes.append(f"weights are written in {heads.dtype}")
+    path = str(Path(heads.path).absolute()) if heads.folder == Path(heads.path).expanduser() else heads.path
     return {
         "format": FORMAT,
         "layout": layout.name,
         "method": heads.method,
         "headstart": __version__,
-        "heads": {
-            "path": str(Path(heads.path).absolute()) if heads.folder == Path(heads.path).expanduser() else heads.path,
-            "kind": heads.card["kind"],
-            "sha256": heads.card["weights"]["sha256"],
-        },
+        "heads": {"path": path, "kind": heads.card["kind"], "sha256": heads.card["weights"]["sha256"]},
         "backbone": served.backbone,
         "engines": list(reading),
         "contract": heads.card["contract"],
-        "dtype": request.dtype,
+        "dtype": heads.dtype,
         "depth": heads.depth,
-        "adapter": None if heads.adapter is None else request.adapter,
+        "adapter": None if heads.adapter is None else "keep" if served.rank else "merge",
         "notes": notes,
         "launch": {name: {"line": launch_line(name, served), "support": f"{ENGINES[name]}, {entry}"} for name, entry in reading.items()},
     }
-
-
-def _template_notes(heads: Checkpoint) -> list[str]:
-    """Say what engines do not know of the chat template that the heads were trained with."""
-    data = recipe_section(heads.card["provenance"], "data")
-    own = f"trained with a chat template of the recipe's, written as {TEMPLATE}: let the engine ask with it (--chat-template)"
-    given = f"trained with variables of the chat template: send them with requests (chat_template_kwargs {data.get('template_kwargs')})"
-    return [own] * (data.get("chat_template") is not None) + [given] * bool(data.get("template_kwargs"))
 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from headstart.heads.checkpoint import save_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts, measure_tau
-from headstart.serving.layouts.files import PROVENANCE, Files, read_files, require_new
-from headstart.serving.layouts.layout import Counting, Heads
+from headstart.serving.layouts.files import PROVENANCE, read_files, require_new
+from headstart.serving.layouts.layout import Counting
+from headstart.serving.layouts.quantize import stated_format
 from headstart.serving.reading import build, layout_of, require_fit, stored_dtype
 from headstart.support.devices import spread
 from headstart.support.errors import UserError
-from headstart.support.files import atomic
+from headstart.support.files import atomic, file_hash
 from headstart.support.json_text import read_json
 from headstart.support.terminal import progress, watched
 
@@ -60,111 +61,77 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     layout = layout_of(files)
     require_fit(files, layout, backbone_path, wishes.trust_remote_code)
     backbone = load()
-    depth = wishes.depth or _exported_depth(files)
-    readings = [_deep(reading, depth) for reading in layout.parse(files, backbone, wishes.counting)]
+    heads, exported = layout.parse(files, backbone, wishes.counting), files.folder / PROVENANCE
+    stated = read_json(exported, "export the heads again") if exported.is_file() else None
+    if depth := wishes.depth or (stated or {}).get("depth"):  # which layouts do not say
+        heads.arguments["depth" if heads.arguments.get("parallel") else "draft_depth"] = depth
+    readings = heads.readings()[: None if stated is None else 1]  # what Headstart has exported is read as engines do
     drafters = [build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype) for reading in readings]
-    prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code, wishes.template_kwargs)
-    measured = measure(list(zip(readings, drafters, strict=True)), prompts, wishes.new_tokens)
-    best, lines = measured[0], verdict(measured)
-    quantised = ["quantised weights became the fp32 weights that they stand for"] if files.quantised else []
-    report = {
+    prompts, measured_on = prompts_for(backbone, wishes)
+    found = [(measure(drafter, prompts, wishes.new_tokens), reading, drafter) for reading, drafter in zip(readings, drafters, strict=True)]
+    found.sort(key=lambda one: -one[0]["tau"])  # of equal ones the first, which engines read, stays first
+    _, best, drafter = found[0]
+    quantised = ["quantised weights became the fp32 weights that they stand for"] if stated_format(files.config) is not None else []
+    report: dict[str, Any] = {
         "source": path,
         "layout": layout.title,
-        "kind": best.reading.kind,
-        "arguments": best.drafter.arguments,
-        "notes": [*best.reading.notes, *best.reading.remarks, *quantised],
-        "measured_on": of_prompts,
-        "readings": [{"choice": one.reading.choice, **one.figures} for one in measured],
-        "files": files.hashes(),
+        "kind": best.kind,
+        "arguments": drafter.arguments,
+        "notes": [*best.notes, *best.remarks, *quantised],
+        "measured_on": measured_on,
+        "readings": [{"choice": reading.choice, **figures} for figures, reading, _ in found],
+        "files": {file.name: file_hash(file) for file in sorted(set(files.homes.values()))},
     }
     chat: dict[str, Any] = {"template": None, "template_kwargs": dict(wishes.template_kwargs), "eos_token_id": []}
-    drafter = best.drafter.to(dtype=stored_dtype(best.reading))
     with atomic(out, folder=True) as folder:
-        save_drafter(drafter, folder, {"imported": report, "chat": chat})
-    return {**report, "backbone": backbone.name, "out": str(out), "verdict": lines, "recipe": recipe_overrides(best, out)}
+        save_drafter(drafter.to(dtype=stored_dtype(best)), folder, {"imported": report, "chat": chat})
+    of_run = {"backbone": backbone.name, "verdict": verdict(report["readings"]), "recipe": recipe_overrides(best.kind, drafter, out)}
+    return report | of_run
 
 
-def _exported_depth(files: Files) -> int | None:
-    """Return the number of drafted tokens that `headstart export` states beside a layout, which does not."""
-    file = files.folder / PROVENANCE
-    stated = read_json(file, "export the heads again").get("depth") if file.is_file() else None
-    return stated if isinstance(stated, int) and stated > 0 else None
-
-
-def _deep(reading: Heads, depth: int | None) -> Heads:
-    """Return the reading drafting ``depth`` tokens, which the layouts do not say."""
-    if depth is None:
-        return reading
-    key = "depth" if reading.arguments.get("parallel") else "draft_depth"
-    return replace(reading, arguments={**reading.arguments, key: depth})
-
-
-def recipe_overrides(best: Measured, out: Path) -> list[str]:
+def recipe_overrides(kind: str, drafter: Drafter, out: Path) -> list[str]:
     """Return what a recipe needs to train these heads further: the arguments that are not the defaults."""
-    defaults = {name: field.default for name, field in type(best.drafter.config).model_fields.items()}
-    arguments = best.drafter.config.model_dump(mode="json", exclude_none=True)
-    own = {key: value for key, value in arguments.items() if value != defaults[key] and key not in ("architecture", "native")}
-    stated = {"kind": best.reading.kind, "init": str(out), **own}
+    arguments, defaults = drafter.config.model_dump(mode="json", exclude_none=True), type(drafter.config).model_fields
+    own = {key: value for key, value in arguments.items() if value != defaults[key].default and key not in ("architecture", "native")}
+    stated = {"kind": kind, "init": str(out), **own}
     return [f"drafter.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in stated.items()]
 
 
 # Which reading fits: the one whose drafts the backbone accepts most often.
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A reading, its drafter, and what it accepted."""
-
-    reading: Heads
-    drafter: Drafter
-    figures: dict[str, Any]
-
-    @property
-    def tau(self) -> float:
-        return float(self.figures["tau"])
+@torch.no_grad()
+def measure(drafter: Drafter, prompts: Sequence[Tensor], new_tokens: int) -> dict[str, Any]:
+    """Decode the prompts greedily with chains of drafts and return the figures of `measure_tau`."""
+    depth = min(CHAIN, drafter.max_depth or CHAIN)
+    heads, shown = SpeculativeModel(drafter.backbone, drafter, capture="off"), watched(prompts, "measuring the heads", "prompt")
+    figures = measure_tau(heads, shown, max_new_tokens=new_tokens, tree=TreeShape(depth + 1, 1, depth))
+    return {**figures, "acceptance_per_depth": figures["acceptance_per_depth"][:depth]}
 
 
-def measure(readings: Sequence[tuple[Heads, Drafter]], prompts: Sequence[Tensor], new_tokens: int) -> list[Measured]:
-    """Decode the prompts greedily with each reading's drafter, in chains; the best comes first, and of equal ones the first."""
-    found = []
-    for reading, drafter in readings:
-        depth = min(CHAIN, drafter.max_depth or CHAIN)
-        with torch.no_grad():
-            figures = measure_tau(
-                SpeculativeModel(drafter.backbone, drafter, capture="off"),
-                watched(prompts, "measuring the heads", "prompt"),
-                max_new_tokens=new_tokens,
-                tree=TreeShape(depth + 1, 1, depth),
-            )
-        rates = figures["acceptance_per_depth"][:depth]
-        found.append(Measured(reading, drafter, {**figures, "acceptance_per_depth": rates}))
-    return sorted(found, key=lambda one: -one.tau)
-
-
-def verdict(measured: Sequence[Measured]) -> list[str]:
-    """Say which reading was taken and how the others did, a line each; the figures alone for a single one."""
-    first, *others = measured
-    rates = " ".join(f"{rate:.3f}" for rate in first.figures["acceptance_per_depth"])
-    lines = [f"tau {first.tau:.3f} in {first.figures['passes']} passes, acceptance per depth {rates}"]
+def verdict(readings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say which reading was taken, the first, and how the others did, a line each; the figures alone for a single one."""
+    first, *others = readings
+    rates = " ".join(f"{rate:.3f}" for rate in first["acceptance_per_depth"])
+    lines = [f"tau {first['tau']:.3f} in {first['passes']} passes, acceptance per depth {rates}"]
     if others:
-        lines.append(f"read as: {first.reading.choice}")
-        lines += [f"  otherwise tau {one.tau:.3f}: {one.reading.choice}" for one in others]
-        if first.tau - others[0].tau < 0.02 * first.tau:
+        lines.append(f"read as: {first['choice']}")
+        lines += [f"  otherwise tau {one['tau']:.3f}: {one['choice']}" for one in others]
+        if first["tau"] - others[0]["tau"] < 0.02 * first["tau"]:
             lines.append("the figures are too close to tell the readings apart: give more prompts with --prompts FILE, or force --counting")
     return lines
 
 
-def prompts_for(
-    backbone: Backbone, file: str | None, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None
-) -> tuple[list[Tensor], str]:
-    """Return prompts (int64 ``[T]``) and a description of where they are from; ``variables``: of the chat template. Raises UserError."""
+def prompts_for(backbone: Backbone, wishes: Wishes) -> tuple[list[Tensor], str]:
+    """Return prompts (int64 ``[T]``) and a description of where they are from. Raises UserError."""
+    file = wishes.prompts
     if file is None and backbone.name == EMBEDDED:
         file = str(Path(resolve(EMBEDDED)).parent / "prompts.jsonl")
-    if file is not None:
-        settings = ChatSettings(variables=variables or {}, ends=end_tokens(backbone.model.generation_config))
-        prompter = Prompter(load_tokenizer(backbone.name, trust_remote_code=trust_remote_code), settings=settings)
-        return [prompt.ids_T for prompt in read_prompts(file, prompter, PROMPTS)], f"{PROMPTS} prompts of {Path(file).name}"
-    return written(backbone), f"{PROMPTS} texts that the backbone wrote itself"
+    if file is None:
+        return written(backbone), f"{PROMPTS} texts that the backbone wrote itself"
+    settings = ChatSettings(variables=wishes.template_kwargs, ends=end_tokens(backbone.model.generation_config))
+    prompter = Prompter(load_tokenizer(backbone.name, trust_remote_code=wishes.trust_remote_code), settings=settings)
+    return [prompt.ids_T for prompt in read_prompts(file, prompter, PROMPTS)], f"{PROMPTS} prompts of {Path(file).name}"
 
 
 def written(backbone: Backbone) -> list[Tensor]:

@@ -23,7 +23,7 @@ from headstart.inference.bench.systems import ALONE, FIXED
 from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, readers
 from headstart.serving.export import BACKBONE, adapter_rank
 from headstart.serving.layouts.checkpoint import Checkpoint
-from headstart.serving.layouts.layout import layouts_of
+from headstart.serving.reading import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import require_file
 from headstart.support.hub import is_hub_id, reaching
@@ -83,8 +83,11 @@ class Heads:
 
 def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
     """Return README.md for the repository ``repo``, with the backbone's licence, if it states one."""
-    base, backbone, data = heads.base_model or heads.shown_backbone, heads.card["backbone"], _data(heads)
+    base, backbone = heads.base_model or heads.shown_backbone, heads.card["backbone"]
+    train = recipe_section(heads.card["provenance"], "data").get("train") or []
+    data = [train] if isinstance(train, str) else [str(one) for one in train]
     license = license_of(heads.base_model or backbone) or (license_of(backbone) if heads.base_model not in (None, backbone) else None)
+    name = METHODS.get(heads.method, heads.method).partition(" (")[0]
     metadata = ModelCardData(
         base_model=heads.base_model,
         license=license,
@@ -95,7 +98,7 @@ def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
     card = ModelCard.from_template(
         metadata,
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
-        title=_title(heads),
+        title=name[0].upper() + name[1:] + ("" if name.endswith("model") else " heads"),
         backbone=heads.shown_backbone,
         depth=heads.depth,
         adapted=heads.card["contract"].get("adapter") is not None,
@@ -110,17 +113,6 @@ def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
         training=_training(heads, data),
     )
     return str(card) + "\n"
-
-
-def _data(heads: Heads) -> list[str]:
-    """Return the training data's names as the recipe gives them."""
-    train = recipe_section(heads.card["provenance"], "data").get("train")
-    return [str(one) for one in train] if isinstance(train, list | tuple) else [train] if isinstance(train, str) else []
-
-
-def _title(heads: Heads) -> str:
-    name = METHODS.get(heads.method, heads.method).partition(",")[0].partition(" (")[0]
-    return name[0].upper() + name[1:] + ("" if name.endswith("model") else " heads")
 
 
 def _serving(heads: Heads, repo: str) -> list[tuple[str, list[str]]]:
@@ -186,8 +178,8 @@ def license_of(backbone: str) -> str | None:
 
 def bench_figures(file: Path, names: tuple[str, ...]) -> Measured:
     """Return the figures of a report of ``headstart bench --json``. Raises UserError if it is none, or has no heads of these names."""
+    report = read_json(require_file("--bench", file), "measure again")
     try:
-        report = read_json(require_file("--bench", file), "measure again")
         found = [(Path(str(row["head"]).removesuffix(FIXED).removesuffix(ALONE)).name, row) for row in report["results"]]
         rows = [row for name, row in found if name in names]
         if not rows:
@@ -201,18 +193,16 @@ def bench_figures(file: Path, names: tuple[str, ...]) -> Measured:
             f" {report['device']}, {report['threads']} threads; {report['prompts']} prompts, up to {report['max_new_tokens']} tokens each,"
             f" seed {report['seed']}. {other if differing else same}"
         )
-        cells = [_cells(task or "all", prompts, row, one) for row in rows for task, prompts, one in _tasks(row, report)]
+        cells = []
+        for row in rows:
+            cells += [_cells(task or "all", report["tasks"][task], row, one) for task, one in row["tasks"].items()]
+            cells += [_cells("all", report["prompts"], row, row)] * (len(row["tasks"]) > 1)
         return Measured(cells, about, counted=True)
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         fault = f"{type(error).__name__}: {error}"
         raise UserError(f"--bench {file} is no report of this version's headstart bench --json ({fault}); measure again") from None
-
-
-def _tasks(row: dict[str, Any], report: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
-    tasks = [(task, report["tasks"][task], one) for task, one in row["tasks"].items()]
-    return tasks + [("all", report["prompts"], row)] * (len(tasks) > 1)
 
 
 def training_figures(run: Path, provenance: dict[str, Any]) -> list[Measured]:

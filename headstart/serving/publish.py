@@ -5,27 +5,26 @@ What is published are heads as Headstart saved or exported them, complete and un
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
-from safetensors.torch import load_file, save_file
 
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.serving.engines import readers
-from headstart.serving.layouts.checkpoint import Checkpoint, Dtype, method_of
+from headstart.serving.layouts.checkpoint import Dtype, read_checkpoint
 from headstart.serving.layouts.files import PROVENANCE as EXPORTED
-from headstart.serving.layouts.files import new_folder
-from headstart.serving.layouts.layout import layouts_of
-from headstart.serving.model_card import Heads, Measured, bench_figures, model_card, scrubbed, training_figures
+from headstart.serving.layouts.files import new_folder, write_folder
+from headstart.serving.model_card import Heads, bench_figures, model_card, scrubbed, training_figures
+from headstart.serving.reading import layouts_of
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, file_hash, settle
+from headstart.support.files import file_hash, settle, write_json
 from headstart.support.hub import inside, is_hub_id, upload
 from headstart.support.json_text import read_json
 
@@ -59,89 +58,69 @@ class Request:
 
 def publish(request: Request) -> str:
     """Upload the heads, or write the folder; returns where they are. Raises UserError before anything is written, or if the hub refuses."""
-    _require_repo_id("repository", request.repo)
-    if request.base_model is not None:
-        _require_repo_id("--base-model", request.base_model)
-    heads = read_heads(request.heads, request.base_model)
-    if heads.saved is None and request.dtype != "auto":
-        raise UserError(f"{request.heads} is an export, whose dtype is that of headstart export --dtype; leave --dtype {request.dtype} out")
-    measured: list[Measured] = [bench_figures(file, (heads.folder.resolve().name, heads.run.name)) for file in request.bench]
+    for what, repo in (("repository", request.repo), ("--base-model", request.base_model)):
+        try:
+            validate_repo_id(repo or "a/b")
+        except ValueError as error:
+            raise UserError(f"{what} {repo!r} is not a repository's name ({' '.join(str(error).split())}); give USER/NAME") from None
+    heads = read_heads(request)
+    measured = [bench_figures(file, (heads.folder.resolve().name, heads.run.name)) for file in request.bench]
     card = model_card(heads, request.repo, measured + training_figures(heads.run, heads.card["provenance"]))
     if request.dry_run is not None:
         with new_folder(request.dry_run) as folder:
-            _place(heads, card, folder, request.dtype, copy=True)
+            _place(heads, card, folder, shutil.copyfile)
         return str(request.dry_run)
     with tempfile.TemporaryDirectory() as name:
-        _place(heads, card, Path(name), request.dtype, copy=False)
+        _place(heads, card, Path(name), lambda source, target: target.symlink_to(source.resolve()))
         return upload(Path(name), request.repo, request.private)
 
 
-def _require_repo_id(what: str, repo: str) -> None:
-    try:
-        validate_repo_id(repo)
-    except ValueError as error:
-        raise UserError(f"{what} {repo!r} is not a repository's name ({' '.join(str(error).split())}); give USER/NAME") from None
-
-
-def _place(heads: Heads, card: str, folder: Path, dtype: Dtype, copy: bool) -> None:
-    """Fill a folder with the files and the card; ``copy`` False: by links, except what is changed."""
-    backbone = heads.card["backbone"]
+def _place(heads: Heads, card: str, folder: Path, place: Callable[[Path, Path], object]) -> None:
+    """Fill a folder with the files, by ``place`` those that are not changed, and with the card."""
+    backbone, saved = heads.card["backbone"], heads.saved
     known = {name: heads.shown_backbone for name in (backbone, resolve(backbone)) if name}
     for name in heads.files:
         source, target = inside(heads.folder, name), folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if name.name in WITH_PATHS:
-            target.write_text(json.dumps(scrubbed(read_json(source, AGAIN), known), indent=2) + "\n", encoding="utf-8")
-        elif copy:
-            shutil.copyfile(source, target)
+            write_json(target, scrubbed(read_json(source, AGAIN), known))
         else:
-            target.symlink_to(source.resolve())
+            place(source, target)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    if heads.saved is not None and dtype != "auto":
-        _cast(heads.saved, folder, dtype)
+    if saved is not None and saved.dtype != "auto":
+        write_folder(folder, scrubbed(saved.config, known), saved.tensors, saved.weights_file)
+        stated = read_json(folder / METADATA, AGAIN)
+        stated["weights"]["sha256"] = file_hash(folder / saved.weights_file)
+        write_json(folder / METADATA, stated)
 
 
-def _cast(saved: Checkpoint, folder: Path, dtype: Dtype) -> None:
-    """Replace a published checkpoint's weights by those in ``dtype``, with what is said of them."""
-    config, tensors = saved.cast(dtype)
-    file, metadata = folder / saved.card["weights"]["file"], read_json(folder / METADATA, AGAIN)
-    with atomic(file) as temporary:  # which gives it the usual permissions
-        save_file(tensors, temporary, metadata={"format": "pt"})
-    metadata["weights"]["sha256"] = file_hash(file)
-    stated = read_json(folder / "config.json", AGAIN) | {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
-    for name, content in ((METADATA, metadata), ("config.json", stated)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def read_heads(path: Path, base_model: str | None) -> Heads:
+def read_heads(request: Request) -> Heads:
     """Read the folder. Raises UserError if it is no checkpoint or export, lacks a file or was changed."""
+    path = request.heads
     if not path.is_dir():
         raise UserError(f"no folder at {str(path)!r}; give a folder of trained heads or one that headstart export wrote")
     settle(path)
     if (path / METADATA).is_file():
-        return _checkpoint(path, base_model)
-    if (path / EXPORTED).is_file():
-        return _exported(path, base_model)
-    raise UserError(f"{path} is not a checkpoint: it has neither {METADATA} (headstart train) nor {EXPORTED} (headstart export)")
+        return _checkpoint(path, request)
+    if not (path / EXPORTED).is_file():
+        raise UserError(f"{path} is not a checkpoint: it has neither {METADATA} (headstart train) nor {EXPORTED} (headstart export)")
+    if request.dtype != "auto":
+        raise UserError(f"{path} is an export, whose dtype is that of headstart export --dtype; leave --dtype {request.dtype} out")
+    return _exported(path, request)
 
 
-def _checkpoint(path: Path, base_model: str | None) -> Heads:
-    _, card = read_metadata(path)
-    weights = path / card["weights"]["file"]
-    if not weights.is_file() or file_hash(weights) != card["weights"]["sha256"]:
-        fault = f"is changed or truncated (see the hash in {METADATA})" if weights.is_file() else "is missing"
-        raise UserError(f"{weights} {fault}; train or fetch the heads again")
+def _checkpoint(path: Path, request: Request) -> Heads:
+    saved = read_checkpoint(str(path)).cast(request.dtype)
+    card, method = saved.card, saved.method
     _require_adapter(path / ADAPTER, card["contract"].get("adapter") is not None)
-    config, method, backbone = read_json(path / "config.json", AGAIN), method_of(card["kind"], card["arguments"]), card["backbone"]
-    saved = Checkpoint(str(path), path, card, method, config, load_file(weights), backbone, backbone)
     reading = {engine for one in layouts_of(method) for engine in one.engines if engine not in one.unread(saved)}
     engines = tuple(engine for engine in readers(method) if engine in reading)
     names = {file.relative_to(path) for pattern in SAVED for file in path.glob(pattern) if file.is_file()}
-    known = base_model or _hub_id(backbone)
+    known = request.base_model or _hub_id(card["backbone"])
     return Heads(path, method, card, known, saved.depth, engines, tuple(sorted(names)), path.resolve(), saved=saved)
 
 
-def _exported(path: Path, base_model: str | None) -> Heads:
+def _exported(path: Path, request: Request) -> Heads:
     stated = read_json(path / EXPORTED, AGAIN)
     try:
         trained, adapter, of = stated["heads"], stated["adapter"], Path(stated["heads"]["path"])
@@ -157,7 +136,7 @@ def _exported(path: Path, base_model: str | None) -> Heads:
         card = saved
     names = {file.relative_to(path) for file in path.rglob("*") if file.is_file() and file.name != "README.md"}
     files = tuple(sorted(name for name in names if not any(part.startswith(".") for part in name.parts)))
-    known = base_model or _hub_id(card["backbone"])
+    known = request.base_model or _hub_id(card["backbone"])
     return Heads(path, method, {**card, "contract": contract}, known, depth, engines, files, of, layout)
 
 

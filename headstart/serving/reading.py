@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata
 from headstart.heads.methods import construct_drafter, require_weights
+from headstart.serving.layouts.block import Block, DflashHf
+from headstart.serving.layouts.draft_model import DraftModel
+from headstart.serving.layouts.eagle3 import Eagle, Eagle3
 from headstart.serving.layouts.files import DamagedError, Files
-from headstart.serving.layouts.layout import Counting, Heads, Layout, Sizes, recognise
+from headstart.serving.layouts.layout import Counting, Heads, Layout
+from headstart.serving.layouts.medusa import Hydra, Medusa
+from headstart.serving.layouts.mlp import MlpSpeculator
+from headstart.serving.layouts.mtp import MtpStitch
+from headstart.serving.layouts.speculators import Speculators
 from headstart.support.errors import UserError
 
+LAYOUTS: tuple[Layout, ...] = (
+    Medusa(), Speculators(), Hydra(), MlpSpeculator(), Block(), DflashHf(), Eagle3(), Eagle(), MtpStitch(), DraftModel()
+)  # fmt: skip
+"""Every layout, in the order in which they are asked whether a folder is theirs."""
+SIZES = {"hidden_size": "width", "vocab_size": "vocabulary", "num_hidden_layers": "layers"}
 DERIVED = "rotary_emb.inv_freq"
 """Ending of buffers that follow from the configuration."""
+
+
+def layouts_of(method: str | None = None) -> list[Layout]:
+    """Return the layouts that are written, or those that hold a method's heads, the checkpoint's own first: most engines read it."""
+    held = [one for one in LAYOUTS if one.methods and (method is None or method in one.methods)]
+    return sorted(held, key=lambda one: -len(one.engines))
+
+
+def recognise(files: Files) -> Layout:
+    """Return the layout in which engines read a folder. Raises UserError if none is known."""
+    found = next((one for one in LAYOUTS if one.recognises(files)), None)
+    if found is None:
+        some, known = ", ".join(sorted(files.shapes)[:3]), ", ".join(dict.fromkeys(one.title for one in LAYOUTS))
+        raise UserError(f"{files.path} has no known layout (tensors {some}, ...); known: {known}")
+    return found
 
 
 class Saved(Layout):
@@ -26,20 +55,18 @@ class Saved(Layout):
     def recognises(self, files: Files) -> bool:
         return (files.folder / METADATA).is_file()
 
-    def sizes(self, files: Files) -> Sizes:
-        contract = read_metadata(files.folder)[1]["contract"]
-        return Sizes(contract.get("hidden_size"), contract.get("vocab_size"), contract.get("num_hidden_layers"))
+    def sizes(self, files: Files) -> dict[str, Any]:
+        return dict(read_metadata(files.folder)[1]["contract"])
 
-    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
         folder, card = read_metadata(files.folder)
         check_contract(files.path, card, backbone, allow_finetuned=True)
-        drafter = read_drafter(files.path, folder, card, backbone)  # checks the files, and adds the heads' own adapter
-        tensors = files.read() if card["weights"].get("adapter") is None else drafter.tensors()
-        return [Heads(card["kind"], card["arguments"], tensors, notes=(f"saved by Headstart, trained on {card['backbone']}",))]
+        read_drafter(files.path, folder, card, backbone)  # refuses files that were changed, and code that was not imported
+        return Heads(card["kind"], card["arguments"], files.read(), notes=[f"saved by Headstart, trained on {card['backbone']}"])
 
 
 def layout_of(files: Files) -> Layout:
-    """Return the layout of the files. Raises UserError if none is known."""
+    """Return the layout in which a folder is imported. Raises UserError if none is known."""
     return Saved() if Saved().recognises(files) else recognise(files)
 
 
@@ -49,23 +76,16 @@ def require_fit(files: Files, layout: Layout, backbone: str, trust_remote_code: 
         config = load_config(backbone, trust_remote_code=trust_remote_code).get_text_config()
     except UserError:
         return  # loading the backbone says why
-    sizes = layout.sizes(files)
-    given = config.to_dict()
-    keys = {"width": "hidden_size", "vocabulary": "vocab_size", "layers": "num_hidden_layers"}
-    for (what, key), theirs in zip(keys.items(), (sizes.width, sizes.vocab, sizes.layers), strict=True):
-        ours = given.get(key)
+    sizes, given = layout.sizes(files), config.to_dict()
+    for key, what in SIZES.items():
+        theirs, ours = sizes.get(key), given.get(key)
         if theirs and ours and theirs != ours:
+            verifier = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+            named = files.config.get("base_model_name_or_path") or verifier
             raise UserError(
                 f"{files.path} ({layout.title}) is for a backbone of {what} {theirs}; {backbone} has {what} {ours}: "
-                f"give the backbone that they were trained on{_named(files)}"
+                f"give the backbone that they were trained on{f', {named}' if isinstance(named, str) and named else ''}"
             )
-
-
-def _named(files: Files) -> str:
-    """Name the backbone that a configuration states, if any."""
-    verifier = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    stated = files.config.get("base_model_name_or_path") or verifier
-    return f", {stated}" if isinstance(stated, str) and stated else ""
 
 
 def build(heads: Heads, backbone: Backbone, path: str) -> Drafter:
@@ -73,46 +93,34 @@ def build(heads: Heads, backbone: Backbone, path: str) -> Drafter:
     drafter = construct_drafter(heads.kind, backbone, heads.arguments)
     expected = drafter.tensors()
     found = {name: tensor for name, tensor in heads.tensors.items() if not name.endswith(DERIVED)}
+    odd = [f"{heads.names.get(name, name)} {list(tensor.shape)}" for name, tensor in found.items() if name not in expected]
     for name, tensor in expected.items():
-        theirs = heads.names.get(name, name)
+        theirs, shape = heads.names.get(name, name), list(tensor.shape)
         called = theirs if theirs == name else f"{theirs} ({name} here)"
         if name not in found:
-            raise DamagedError(f"{path} lacks the tensor {called} {list(tensor.shape)} of {heads.kind} heads{_near(found, expected)}")
+            instead = f"; it has {odd[0]}, which they do not have" if odd else ""
+            raise DamagedError(f"{path} lacks the tensor {called} {shape} of {heads.kind} heads{instead}")
         if found[name].shape != tensor.shape:
-            raise DamagedError(
-                f"{path}: tensor {called} is {list(found[name].shape)}; with this config.json and backbone it is {list(tensor.shape)}"
-            )
-    for name, tensor in found.items():
-        if name not in expected:
-            theirs = heads.names.get(name, name)
-            raise DamagedError(
-                f"{path} has a tensor {theirs} {list(tensor.shape)}, which {heads.kind} heads of its config.json do not have"
-            )
+            fault = f"{path}: tensor {called} is {list(found[name].shape)}"
+            raise DamagedError(f"{fault}; with this config.json and backbone it is {shape}")
+    if odd:
+        raise DamagedError(f"{path} has a tensor {odd[0]}, which {heads.kind} heads of its config.json do not have")
     drafter.load_tensors(found)
     require_weights(drafter, path)
     return drafter.eval().requires_grad_(False)
 
 
-def _near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """Name a tensor that is there instead of a missing one."""
-    odd = next((name for name in found if name not in expected), None)
-    return "" if odd is None else f"; it has {odd} {list(found[odd].shape)}, which they do not have"
-
-
 def stored_dtype(heads: Heads) -> torch.dtype:
     """Return the widest floating-point dtype of the tensors."""
     dtypes = {tensor.dtype for tensor in heads.tensors.values() if tensor.is_floating_point()}
-    widest = torch.float16 if dtypes == {torch.float16} else torch.bfloat16
-    for dtype in dtypes:
-        widest = dtype if dtypes == {dtype} else torch.promote_types(widest, dtype)
-    return widest
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.bfloat16
 
 
 def read_exported(files: Files, backbone: Backbone) -> Heads:
     """Return what engines read in a folder. Raises UserError for what Headstart does not compute or does not fit the backbone."""
     layout = recognise(files)
     require_fit(files, layout, backbone.name, trust_remote_code=False)
-    return layout.parse(files, backbone, "stated")[0]
+    return layout.parse(files, backbone, "stated").readings()[0]
 
 
 def round_as_stored(drafter: Drafter, stored: Heads) -> None:

@@ -9,9 +9,9 @@ Shape suffixes: B batch, T positions, D width, K depth, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import count
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,10 @@ TOKENS, PLACES, DEPTH = 64, (9, 30, 64), 8
 """Length of the text, after how many of its tokens drafts are made, and how many at most."""
 TOLERANCE = 2e-4
 """The largest difference of logits that fp32 arithmetic in another order makes, relative to the largest logit."""
-NextToken = Callable[[int], Tensor]
-"""The logits ``[V]`` of the token that follows the one given; called with the root, then with each token drafted."""
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True)
+class Agreement:
     """How many of the expected drafts were made, and the largest difference of logits, relative to the largest one."""
 
     drafts: int
@@ -39,42 +38,32 @@ class Agreement(NamedTuple):
         return self.equal == self.drafts and self.distance <= TOLERANCE
 
 
+@torch.no_grad()
 def reference(drafter: Drafter) -> list[dict[str, Any]]:
     """Return drafts after some places of the text, with their logits, as data. A drafter in fp32."""
-    depth = min(drafter.depth, DEPTH)
-    return [_drafted(drafter, place, depth) for place in PLACES]
-
-
-@torch.no_grad()
-def _drafted(drafter: Drafter, place: int, depth: int) -> dict[str, Any]:
-    features, token = _text(drafter, place)
-    next_token, drafts, logits = after(drafter, features, depth), [], []
-    for _ in range(depth):
-        logits_V = next_token(token)
-        token = int(logits_V.argmax())
-        drafts.append(token)
-        logits.append([float(f"{value:.7g}") for value in _figures(logits_V, token)])
-    return {"place": place, "drafts": drafts, "logits": logits}
+    found = []
+    for place in PLACES:
+        logits_KV = draft_logits(drafter, *_text(drafter, place), min(drafter.depth, DEPTH))
+        drafts = logits_KV.argmax(-1).tolist()
+        figures = [[float(f"{x:.7g}") for x in _figures(logits_V, token)] for logits_V, token in zip(logits_KV, drafts, strict=True)]
+        found.append({"place": place, "drafts": drafts, "logits": figures})
+    return found
 
 
 @torch.no_grad()
 def agreement(drafter: Drafter, expected: Sequence[dict[str, Any]]) -> Agreement:
     """Compare the drafts of a drafter with those of `reference`, each given the expected drafts before it."""
-    drafts = equal = 0
-    distance = 0.0
+    equal, distance = 0, 0.0
     for one in expected:
-        drafts += len(one["drafts"])
         if drafter.max_depth is not None and drafter.max_depth < len(one["drafts"]):
             continue
-        features, token = _text(drafter, one["place"])
-        next_token = after(drafter, features, len(one["drafts"]))
-        for wanted, figures in zip(one["drafts"], one["logits"], strict=True):
-            logits_V, token = next_token(token), wanted
+        logits_KV = draft_logits(drafter, *_text(drafter, one["place"]), len(one["drafts"]), one["drafts"])
+        equal += sum(are_picks(logits_KV, one["drafts"]))
+        for logits_V, token, figures in zip(logits_KV, one["drafts"], one["logits"], strict=True):
             largest = float(logits_V[logits_V.isfinite()].abs().max())
-            equal += are_picks(logits_V[None], [wanted])[0]
-            gap = max(abs(a - b) for a, b in zip(_figures(logits_V, wanted), figures, strict=True)) / max(largest, 1e-6)
+            gap = max(abs(a - b) for a, b in zip(_figures(logits_V, token), figures, strict=True)) / max(largest, 1e-6)
             distance = max(distance, math.inf if math.isnan(gap) else gap)
-    return Agreement(drafts, equal, distance)
+    return Agreement(sum(len(one["drafts"]) for one in expected), equal, distance)
 
 
 def _figures(logits_V: Tensor, token: int) -> list[float]:
@@ -91,26 +80,22 @@ def are_picks(logits_KV: Tensor, tokens: Sequence[int]) -> list[bool]:
 
 
 @torch.no_grad()
-def after(drafter: Drafter, features: Features, depth: int) -> NextToken:
-    """Return what drafts after these features ``[1, T]`` to this depth, given the root and then each draft before the next."""
+def draft_logits(drafter: Drafter, features: Features, root: int, depth: int, drafts: Sequence[int] | None = None) -> Tensor:
+    """Return the logits ``[K, V]`` of a chain of drafts after features ``[1, T]`` and the root; -inf: never drafted.
+
+    Each draft follows those of ``drafts`` before it (None: the likeliest ones).
+    """
     state = drafter.reserve(drafter.begin(features), features.tokens_BT.shape[1] + 1 + 2 * depth)
-    zero_11, all_BKD, depths = torch.zeros_like(features.tokens_BT[:, :1]), None, count()
-
-    @torch.no_grad()
-    def next_token(token: int) -> Tensor:
-        nonlocal state, all_BKD
-        depth, token_11 = next(depths), torch.full_like(zero_11, token)
-        if drafter.all_depths_at_once:
-            if all_BKD is None:
-                all_BKD, state = drafter.step(state, token_11, zero_11, 0)
-            hidden = all_BKD[:, depth : depth + 1]
-        else:
-            hidden, state = drafter.step(state, token_11, zero_11, depth)
-        logits_DV = drafter.readout(hidden, depth, token_11)[0, 0].float()
+    zero_11, token, logits, at_once = torch.zeros_like(features.tokens_BT[:, :1]), root, list[Tensor](), drafter.all_depths_at_once
+    for k in range(depth):
+        token_11 = torch.full_like(zero_11, token)
+        if k == 0 or not at_once:
+            hidden, state = drafter.step(state, token_11, zero_11, k)
+        logits_DV = drafter.readout(hidden[:, k : k + 1] if at_once else hidden, k, token_11)[0, 0].float()
         whole_V = logits_DV.new_full((drafter.backbone.vocab,), -torch.inf)
-        return logits_DV if drafter.vocabulary is None else whole_V.scatter(0, drafter.vocabulary, logits_DV)
-
-    return next_token
+        logits.append(logits_DV if drafter.vocabulary is None else whole_V.scatter(0, drafter.vocabulary, logits_DV))
+        token = int(logits[-1].argmax()) if drafts is None else drafts[k]
+    return torch.stack(logits)
 
 
 def _text(drafter: Drafter, place: int) -> tuple[Features, int]:

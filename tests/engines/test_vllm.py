@@ -7,7 +7,7 @@ from engines_alone import headstart
 from trained import HEADS, trained
 
 from headstart.serving.verify import vllm
-from headstart.serving.verify.drafts import EngineSettings, acceptance_rate_per_position, mean_acceptance_length
+from headstart.serving.verify.drafts import EngineSettings, acceptance
 from headstart.support.errors import UserError
 
 NEW_TOKENS = 24
@@ -32,11 +32,11 @@ def test_vllm_drafts_what_headstart_drafts(name: str, prompts: list[list[int]], 
     assert result["version"].startswith("0.32.0")
     assert [one.written for one in served] == plain
     assert served == headstart(folder, "embedded", prompts, settings)
-    kept = [round(rate * counters["num_drafts"]) for rate in acceptance_rate_per_position(served)]
-    rounds = sum(len(one.rounds) for one in served)
+    accepted = acceptance(served)
+    kept, rounds = [round(rate * counters["num_drafts"]) for rate in accepted["acceptance_rate_per_pos"]], accepted["rounds"]
     assert counters["num_drafts"] == rounds and counters["num_accepted_tokens_per_pos"] == kept
     print(f"{name}: {len(prompts)} prompts, {rounds} rounds of {settings.depth}, accepted {kept}, "
-          f"mean acceptance length {mean_acceptance_length(served):.3f}")  # fmt: skip
+          f"mean acceptance length {accepted['mean_acceptance_length']:.3f}")  # fmt: skip
     assert kept[0], "no draft was accepted: this test compares heads that have learnt nothing"
 
 

@@ -25,7 +25,7 @@ def table() -> str:
 def _cell(engine: str, method: str, notes: list[str]) -> str:
     """Return an engine's cell, with the number of its note, which is added to ``notes`` if it is new."""
     entry = support(engine, method)
-    note = f"{ENGINES[engine]}: {entry.note if isinstance(entry, Support) else entry.reason}"
+    note = f"{ENGINES[engine]}: {entry.note if isinstance(entry, Support) else entry}"
     if isinstance(entry, Support):
         versions = [f"since {entry.since}"] if entry.since else []
         versions += [f"**up to {entry.until}**"] if entry.until else []
@@ -34,7 +34,7 @@ def _cell(engine: str, method: str, notes: list[str]) -> str:
             return text
     else:
         text = "–"
-        if entry.reason == "it has no module for them":
+        if entry == "it has no module for them":
             return text
     if note not in notes:
         notes.append(note)

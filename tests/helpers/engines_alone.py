@@ -1,21 +1,46 @@
-"""Headstart and the reference reading in the form of an engine of `headstart verify`: from a folder and the name of a backbone."""
+"""Headstart's own drafts, by the decoding loop that users run, and those of the reference reading, in the form of an engine's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from plain.base import Target
 from plain.drafts import reference_drafts
 from plain.folders import read_heads
+from transformers import LogitsProcessorList
 
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.inference.generate import load
+from headstart.inference.decode import Decoder
+from headstart.inference.engine.request import Request
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel, load
 from headstart.serving.layouts.files import read_files
 from headstart.serving.verify import verify as verification
-from headstart.serving.verify.decode import headstart_drafts
-from headstart.serving.verify.drafts import EngineSettings, Transcript
+from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
+
+
+@torch.no_grad()
+def headstart_drafts(heads: SpeculativeModel, prompts: Sequence[Sequence[int]], settings: EngineSettings) -> list[Transcript]:
+    """Return a transcript per prompt, of trees that are chains."""
+    return [_transcript(heads, list(prompt), settings) for prompt in prompts]
+
+
+def _transcript(heads: SpeculativeModel, prompt: list[int], settings: EngineSettings) -> Transcript:
+    """Decode past the end by the length of a draft, so that the last round is as long as an engine's, and cut what is too much."""
+    most = min(len(prompt) + settings.new_tokens + settings.depth, heads.backbone.max_positions or 1 << 31)
+    engine, shape = heads.engine(True), TreeShape(nodes=settings.depth + 1, width=1, depth=settings.depth)
+    ids_1T = torch.tensor([prompt], device=heads.backbone.device)
+    request = Request.plain(ids_1T, most, settings.end_tokens, LogitsProcessorList(), sample=False)
+    decoder = Decoder(engine.reader, engine.policy, request, shape, None, 1)
+    rounds, position, end = [], len(prompt) + 1, len(prompt) + settings.new_tokens
+    for step in decoder.run():
+        if position < end and step.nodes > 1:
+            rounds.append(Round(position, tuple(step.trees[0].tokens[1:]), step.trees[0].kept))
+        position += step.written[0]
+    return Transcript(tuple(prompt), tuple(decoder.texts.of[0].written[: settings.new_tokens]), tuple(rounds))
 
 
 def headstart(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:

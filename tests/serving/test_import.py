@@ -10,11 +10,12 @@ from typing import Any
 import foreign
 import pytest
 import torch
+from engines_alone import headstart_drafts
 from families import VOCAB, shake, texts, tiny
 from foreign import DV, D, Tensors, near_one, write
 from naive_passes import part
 from plain.base import Target
-from plain.drafts import reference_drafts
+from plain.drafts import headstart_logits, reference_drafts
 from plain.folders import read_heads
 from torch import Tensor
 
@@ -22,9 +23,8 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.inference.generate import load
 from headstart.serving import importing as importer
-from headstart.serving.importing import build
 from headstart.serving.layouts.files import PROVENANCE, read_files
-from headstart.serving.verify.decode import headstart_drafts, headstart_logits
+from headstart.serving.reading import build, layout_of
 from headstart.serving.verify.drafts import EngineSettings
 
 LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict[str, Any]]] = {
@@ -56,7 +56,7 @@ def on(home: Path) -> Backbone:
 
 def readings(folder: Path, on: Backbone, counting: Any = None) -> list[tuple[Any, Drafter]]:
     found = read_files(str(folder))
-    return [(one, build(one, on, str(folder))) for one in importer.layout_of(found).parse(found, on, counting)]
+    return [(one, build(one, on, str(folder))) for one in layout_of(found).parse(found, on, counting).readings()]
 
 
 def only(folder: Path, on: Backbone) -> tuple[Any, Drafter]:
@@ -241,8 +241,9 @@ def test_measured_acceptance_decides_which_state_is_fed_back(repeating: Backbone
     assert ("norm_output, as of SpecForge, is of the output layer's input alone" in report["verdict"][1]) == specforge
     first, second = (one["tau"] for one in report["readings"])
     assert first > second + 0.5 if specforge else first == second
-    (folder / PROVENANCE).write_text("{}")  # what Headstart has exported is read as it says
-    assert [drafter.config.norm_output for _, drafter in readings(folder, repeating, "hs")] == [True]
+    (folder / PROVENANCE).write_text("{}")  # what Headstart has exported is read as engines do
+    exported = imported(folder, Path(repeating.name), repeating, tmp_path / "again", counting="hs")
+    assert exported["arguments"]["norm_output"] and len(exported["readings"]) == 1
 
 
 def test_measured_acceptance_decides_about_the_residual(repeating: Backbone, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines_alone import headstart_drafts
 from exported import make_home
 from families import backbone, random_drafter, texts, tiny
 from foreign import write
@@ -20,9 +21,8 @@ from headstart.heads.warm_start import read_warm_start
 from headstart.inference.generate import load
 from headstart.serving import importing as importer
 from headstart.serving.export import Request, export
-from headstart.serving.importing import build
 from headstart.serving.layouts.files import PROVENANCE, read_files
-from headstart.serving.verify.decode import headstart_drafts
+from headstart.serving.reading import build, layout_of, require_fit
 from headstart.serving.verify.drafts import EngineSettings
 from headstart.support.errors import UserError
 from headstart.training.recipe.drafter import split_drafter
@@ -52,9 +52,9 @@ def on(home: Path) -> Backbone:
 def test_export_then_import_gives_the_same_heads(home: Path, on: Backbone, tmp_path: Path, name: str, to: str) -> None:
     export(Request(str(home / name), to, tmp_path / "out"))
     foreign = read_files(str(tmp_path / "out"))
-    source = importer.layout_of(foreign)
-    importer.require_fit(foreign, source, str(home / "backbone"), False)
-    (reading,) = source.parse(foreign, on, None)
+    source = layout_of(foreign)
+    require_fit(foreign, source, str(home / "backbone"), False)
+    reading = source.parse(foreign, on).readings()[0]
     drafter, before = build(reading, on, "out"), load(home / name, on).drafter
     assert before is not None and source.title != "Headstart"
     assert drafter.tensors().keys() == before.tensors().keys()
@@ -91,7 +91,7 @@ def test_causal_blocks_go_through_speculators_alone(home: Path, on: Backbone, tm
     random_drafter("block", on, depth=4, causal=True, correction="none", taps=[1, 3]).save_pretrained(tmp_path / "heads")
     export(Request(str(tmp_path / "heads"), "speculators", tmp_path / "out"))
     foreign = read_files(str(tmp_path / "out"))
-    (reading,) = importer.layout_of(foreign).parse(foreign, on, None)
+    (reading,) = layout_of(foreign).parse(foreign, on).readings()
     assert build(reading, on, "out").arguments["causal"] and reading.arguments["taps"] == (1, 3)
     for to in ("sglang", "dflash-hf"):
         with pytest.raises(UserError, match="causal"):
@@ -116,7 +116,7 @@ def test_blocks_with_a_window_go_through_the_layouts_of_engines(
     says = stated["is_causal"] if to != "speculators" else not stated["sliding_window_non_causal"]
     assert says is causal and stated.get("dflash_config", {}).get("causal", causal) is causal
     foreign = read_files(str(tmp_path / "out"))
-    (reading,) = importer.layout_of(foreign).parse(foreign, on, None)
+    (reading,) = layout_of(foreign).parse(foreign, on).readings()
     found = build(reading, on, "out").arguments
     assert found["sliding_window"] == 9 and found["causal"] is causal
     if correction == "none" and not causal:
@@ -151,10 +151,10 @@ def test_mtp_modules_of_speculators(tmp_path: Path) -> None:
         module, _, part = bare.rpartition(".")
         tensors[f"mtp_layers.0.{theirs.get(module, module)}.{part}"] = tensor
     foreign = read_files(str(write(tmp_path / "theirs", stated, tensors)))
-    (reading,) = importer.layout_of(foreign).parse(foreign, qwen, None)
+    (reading,) = layout_of(foreign).parse(foreign, qwen).readings()
     found = build(reading, qwen, "theirs")
     assert found.trained_depth == 2 and all(torch.equal(tensor, drafter.tensors()[name]) for name, tensor in found.tensors().items())
     layer["model_type"] = "qwen3"
     foreign = read_files(str(write(tmp_path / "dense", stated, tensors)))
     with pytest.raises(UserError, match="holds an MTP layer of qwen3; mtp heads here have dense gated layers"):
-        importer.layout_of(foreign).parse(foreign, qwen, None)
+        layout_of(foreign).parse(foreign, qwen).readings()

@@ -255,7 +255,7 @@ def test_what_cannot_be_published(heads, tmp_path, capsys):
     assert "adapter lacks adapter_config.json of the adapter that the heads were trained with" in refused(capsys, broken, "me/x")
     with (broken / "model.safetensors").open("ab") as file:
         file.write(b"more")
-    assert "is changed or truncated" in refused(capsys, broken, "me/x")
+    assert "is truncated or changed" in refused(capsys, broken, "me/x")
     assert not (tmp_path / "new").exists()
 
 

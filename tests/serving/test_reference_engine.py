@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from engines_alone import headstart_drafts
 from families import VOCAB, backbone, random_drafter, texts
 from plain.base import Target
-from plain.drafts import reference_drafts
+from plain.drafts import headstart_logits, reference_drafts
 from plain.folders import read_heads
 from plain.layer import read_rope, rotate
 from shrink import shrunk
@@ -20,8 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
 from headstart.serving.layouts.files import read_files
-from headstart.serving.verify.decode import headstart_drafts, headstart_logits
-from headstart.serving.verify.drafts import EngineSettings, mean_acceptance_length, tau
+from headstart.serving.verify.drafts import EngineSettings, acceptance
 
 HEADS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "eagle3", {}),
@@ -62,7 +62,7 @@ def test_the_reading_drafts_as_headstart_does(tmp_path: Path, family: str, kind:
     theirs = reference_drafts(reading, target, prompts, settings)
     assert ours == theirs
     assert sum(len(one.rounds) for one in ours) > 5
-    assert tau(ours) <= mean_acceptance_length(ours)
+    assert 1 <= acceptance(ours)["tau"] <= acceptance(ours)["mean_acceptance_length"]
     text = ours[0].text[:9]
     expected = headstart_logits(drafter, text, [3, 8, 1])
     with torch.no_grad():

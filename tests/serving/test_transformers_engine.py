@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines_alone import headstart_drafts
 from families import prompts, random_drafter, tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -19,7 +20,6 @@ from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
 from headstart.inference.generate import load
 from headstart.serving.export import Request, export
-from headstart.serving.verify.decode import headstart_drafts
 from headstart.serving.verify.drafts import EngineSettings
 from headstart.serving.verify.transformers import draft
 from headstart.support.errors import UserError
@@ -86,7 +86,7 @@ def test_the_documented_examples_run(tmp_path: Path) -> None:
 
 
 def test_the_command_on_a_backbone_without_a_tokenizer(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It verifies on random prompts; AutoTokenizer gives an empty tokenizer for this folder."""
+    """It verifies on texts that the backbone wrote; AutoTokenizer gives an empty tokenizer for this folder."""
     folder = saved(model_folder, "draft_model", tmp_path / "heads", layers=1)
     command = ["verify", str(folder), "--engine", "transformers", "--depth", "2", "--max-new-tokens", "6", "--threads", "1"]
     assert main(command) == 0 and capsys.readouterr().out.startswith("EQUAL")

@@ -27,8 +27,8 @@ CLOSE, APART = 1 + TOLERANCE / 10, 1 + 100 * TOLERANCE
 
 
 def swapped(one: Transcript) -> Transcript:
-    """The first draft of each round and the last token written are the other of two; later drafts of a round continue that one."""
-    rounds = tuple(replace(at, drafts=(at.drafts[0] ^ 1, *(0 for _ in at.drafts[1:]))) for at in one.rounds)
+    """The last draft of each round and the last token written are the other of two."""
+    rounds = tuple(replace(at, drafts=(*at.drafts[:-1], at.drafts[-1] ^ 1)) for at in one.rounds)
     return replace(one, written=(*one.written[:-1], one.written[-1] ^ 1), rounds=rounds)
 
 
@@ -72,16 +72,16 @@ def test_near_ties_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyP
     engines_alone.stand_in(monkeypatch, engine)
     verdict = verify(replace(served(tmp_path, kind, CLOSE), engine="vllm"))
     text, one = "\n".join(verdict.lines()), verdict.comparison
-    assert verdict.equal and one is not None and one.first is None and one.equal_texts == 0, text
-    assert one.near_ties == one.rounds + one.prompts and f"near-ties: {one.near_ties} of the differences" in text
-    assert verdict.report()["comparison"]["near_ties"] == one.near_ties
+    assert verdict.equal and one is not None and one.first is None and one.equal_texts == one.prompts, text
+    assert one.equal_drafts == one.drafts == verdict.report()["comparison"]["equal_drafts"] and one.rounds > one.prompts
 
 
 def test_tokens_that_are_not_equally_likely_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines_alone.stand_in(monkeypatch, engine)
     verdict = verify(replace(served(tmp_path, "eagle3", APART), engine="vllm"))
-    assert not verdict.equal and verdict.comparison is not None and verdict.comparison.near_ties == 0
-    assert verdict.comparison.first is not None and verdict.comparison.first.depth == 0
+    one = verdict.comparison
+    assert not verdict.equal and one is not None and one.equal_texts == 0 and one.equal_drafts == one.drafts - one.rounds
+    assert one.first is not None and one.first.depth is None and one.first.ours == one.first.theirs ^ 1
 
 
 def test_a_text_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,15 @@ layer more.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.serving.layouts.checkpoint import Checkpoint, Dtype
-from headstart.serving.layouts.files import Contents, DamagedError, Files
-from headstart.serving.layouts.layout import Counting, Heads, ServedLayout, unscaled_embedding, whole_number, without_copies
+from headstart.serving.layouts.checkpoint import Checkpoint
+from headstart.serving.layouts.files import DamagedError, Files, write_folder
+from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, drop_copies, unscaled_embedding, whole_number
 from headstart.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree
 from headstart.support.errors import UserError
 
@@ -35,13 +35,12 @@ KEPT = (
 """Keys of transformers' class."""
 
 
-class Block(ServedLayout):
+class Block(Layout):
     """Embedding and output layer are the backbone's; no file of a mask embedding, since the mask is a token of the backbone."""
 
     name, title = "dflash", "DFlash, DSpark or Domino"
     methods: ClassVar[tuple[str, ...]] = ("dflash", "dspark", "domino")
     engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang", "trtllm")
-    order = 5
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         if heads.config["dflash_config"].get("causal"):
@@ -49,40 +48,34 @@ class Block(ServedLayout):
         return unscaled_embedding(heads, self.engines)
 
     def recognises(self, files: Files) -> bool:
+        stated = "block_size" in files.config and any(key in files.config for key in ("dflash_config", "target_layer_ids", "mask_token_id"))
         names = {READ.get(name, name) for name in files.shapes}
-        return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
+        return stated or {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
 
-    def states(self, config: Mapping[str, Any]) -> bool:
-        return "block_size" in config and any(key in config for key in ("dflash_config", "target_layer_ids", "mask_token_id"))
-
-    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
         config, nested = files.config, files.config.get("dflash_config") or {}
         ids, top = nested.get("target_layer_ids", config.get("target_layer_ids")), config.get(IDS)
         if not isinstance(ids, list) or any(type(i) is not int for i in ids):
             raise UserError(f"{files.path}: dflash_config.target_layer_ids in config.json is a list of layer numbers; got {ids!r}")
-        flat, outputs = {**config, **nested}, [i + 1 for i in ids]
-        if counting in ("hs", "layer"):
-            return [self.of(files, flat, backbone, ids if counting == "hs" else outputs)]
-        if top is None or top == outputs:
-            return [self.of(files, flat, backbone, outputs)]
-        remarks = tuple(layer_ids_disagree(top, ids, "target_layer_ids"))
-        ways = [(top, f"{IDS} {top}"), (outputs, f"target_layer_ids {ids} counted as layer")]
-        found = [(self.of(files, flat, backbone, taps), f"{choice}: taps {taps}") for taps, choice in ways]
-        return [replace(heads, choice=choice, remarks=remarks) for heads, choice in found]
+        taps = [i + (counting != "hs") for i in ids]
+        ways = [Choice(f"target_layer_ids {ids} counted as layer: taps {taps}", {"taps": tuple(taps)})]
+        remarks = layer_ids_disagree(top, ids, "target_layer_ids") if counting in (None, "stated") else []
+        if remarks and top:
+            ways.insert(0, Choice(f"{IDS} {top}: taps {top}", {"taps": tuple(top)}))
+        heads = self.of(files, {**config, **nested}, backbone, ways)
+        heads.remarks += remarks
+        return heads
 
-    def of(self, files: Files, config: Mapping[str, Any], backbone: Backbone, taps: list[int]) -> Heads:
-        """Return the heads with these taps; ``config`` is flat."""
-        path, anchored = files.path, config.get("sample_from_anchor")
-        if sorted(taps) != taps or not all(1 <= tap <= backbone.num_layers for tap in taps):
-            fault = (
-                f"{path} reads the taps {taps}, and the backbone has {backbone.num_layers} layers: shifted layer ids, or another backbone"
-            )
-            raise DamagedError(f"{fault}; give that of their training")
-        correction = _correction(files, config)
+    def of(self, files: Files, config: Mapping[str, Any], backbone: Backbone, ways: list[Choice]) -> Heads:
+        """Return the heads with the taps of each of ``ways``; ``config`` is flat."""
+        path, anchored, correction = files.path, config.get("sample_from_anchor"), _correction(files, config)
+        for taps in (list(way.arguments["taps"]) for way in ways):
+            if sorted(taps) != taps or not all(1 <= tap <= backbone.num_layers for tap in taps):
+                fault = f"{path} reads the taps {taps}, and the backbone has {backbone.num_layers} layers"
+                raise DamagedError(f"{fault}: shifted layer ids, or another backbone; give that of their training")
         if anchored is not None and bool(anchored) != (correction != "none"):
-            usual = "with a correction the first element drafts, without one the second" if correction != "none" else "without a correction"
-            stated = str(bool(anchored)).lower()
-            raise UserError(f"{path} has sample_from_anchor {stated}; {usual} in block heads here, so that theirs do not fit")
+            usual = "block heads here draft from the anchor if their logits are corrected, and only then, so that theirs do not fit"
+            raise UserError(f"{path} has sample_from_anchor {str(bool(anchored)).lower()}; {usual}")
         if (files.folder / "mask_embedding.pt").is_file():
             raise UserError(f"{path} has a mask embedding of its own (mask_embedding.pt); block heads here use the backbone's")
         if config.get("draft_vocab_size") not in (None, backbone.vocab):
@@ -92,20 +85,20 @@ class Block(ServedLayout):
         window, notes = _window(config, backbone.max_positions or 0)
         if len(names) < len(files.shapes):
             notes.append("the confidence head is left out: here acceptance is calibrated while decoding")
-        read = {READ.get(name, name): tensor for name, tensor in files.read(names).items() if name not in ("d2t", "t2d")}
-        tensors, of_copies = without_copies(read, backbone, path)
-        arguments = {
+        tensors = {READ.get(name, name): tensor for name, tensor in files.read(names).items() if name not in ("d2t", "t2d")}
+        heads = Heads("block", {}, tensors, {READ[name]: name for name in files.shapes if name in READ}, notes, open=[ways])
+        drop_copies(heads, backbone, path, "embed_tokens.weight", "lm_head.weight")
+        heads.arguments |= {
             **layer_arguments({**config, "model_type": "qwen3"}, backbone, path),
             **_correction_arguments(tensors, backbone.dim),
             "depth": whole_number(config, "block_size", path) - (correction == "none"),
             "layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
-            "taps": tuple(taps),
             "correction": correction,
             "causal": _causal(config),
             "sliding_window": window,
             "mask_token": config.get("mask_token_id"),
         }
-        return Heads("block", arguments, tensors, {READ[name]: name for name in files.shapes if name in READ}, (*notes, *of_copies))
+        return heads
 
 
 class DflashHf(Block):
@@ -115,14 +108,12 @@ class DflashHf(Block):
     """
 
     name, methods, engines = "dflash-hf", ("dflash",), ("transformers",)
-    order = 0
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         return {}
 
-    def lay_out(self, heads: Checkpoint, dtype: Dtype) -> Contents:
-        config, tensors = heads.cast(dtype)
-        layers = heads.card["contract"]["num_hidden_layers"]
+    def write(self, heads: Checkpoint, folder: Path) -> list[str]:
+        config, layers = heads.config, heads.card["contract"]["num_hidden_layers"]
         if layers in config[IDS]:
             fault = f"{heads.path} reads layer {layers}, the last, before the final norm; transformers gives it after the norm"
             raise UserError(f"{fault}: train with drafter.taps below {layers}, or export --to dflash")
@@ -139,9 +130,7 @@ class DflashHf(Block):
             **config["dflash_config"],
         }
         kept = {key: config[key] for key in KEPT if key in config}
-        return Contents(kept | stated, {RENAMED.get(name, name): tensor for name, tensor in tensors.items()})
-
-    def notes(self, heads: Checkpoint) -> list[str]:
+        write_folder(folder, kept | stated, {RENAMED.get(name, name): tensor for name, tensor in heads.tensors.items()})
         return [f"tensors are renamed: {', '.join(f'{old} to {new}' for old, new in RENAMED.items())}"]
 
 

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headstart.serving.layouts.quantize import dequantized, stated_format
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, file_hash
+from headstart.support.files import atomic
 from headstart.support.hub import find_folder, inside
 from headstart.support.json_text import read_json
 
@@ -54,32 +54,18 @@ class Files:
     loaded: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors in memory: those of pickles, which are read as a whole, and of quantised files."""
 
-    @property
-    def quantised(self) -> str | None:
-        """How the weights are stored in 8 bits; None: they are not."""
-        return stated_format(self.config)
-
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return these tensors, or all, on the CPU. Raises DamagedError."""
-        found: dict[str, Tensor] = {}
-        by_file: dict[Path, list[str]] = {}
-        for name in self.shapes if names is None else names:
-            if name in self.loaded:
-                found[name] = self.loaded[name]
-            else:
-                by_file.setdefault(self.homes[name], []).append(name)
-        for path, wanted in by_file.items():
+        wanted = list(self.shapes if names is None else names)
+        found = {name: self.loaded[name] for name in wanted if name in self.loaded}
+        for path in dict.fromkeys(self.homes[name] for name in wanted if name not in found):
             with _opened(path) as file:
-                found |= {name: file.get_tensor(name) for name in wanted}
+                found |= {name: file.get_tensor(name) for name in wanted if self.homes.get(name) == path}
         return found
 
     def names(self, start: str = "") -> list[str]:
         """Return the names of the tensors that begin with ``start``."""
         return [name for name in self.shapes if name.startswith(start)]
-
-    def hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of each weights file, by its name."""
-        return {path.name: file_hash(path) for path in sorted(set(self.homes.values()))}
 
 
 def read_files(path: str | Path) -> Files:
@@ -103,7 +89,7 @@ def read_files(path: str | Path) -> Files:
         homes |= dict.fromkeys(held, file)
         shapes |= held
     files = Files(str(path), folder, config, shapes, homes, loaded)
-    if files.quantised is None:
+    if stated_format(config) is None:
         return files
     tensors = dequantized(config, files.read())
     return replace(files, shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()}, loaded=tensors)
@@ -170,40 +156,20 @@ def _cut_short(file: Path, error: Exception) -> DamagedError:
     return DamagedError(f"{file} is cut short: it is truncated or damaged ({cause}), {AGAIN}")
 
 
-@dataclass(frozen=True)
-class Contents:
-    """A folder for a serving engine, in memory."""
+def write_folder(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = "model.safetensors", pickled: str | None = None
+) -> None:
+    """Write ``config.json`` and the tensors into an existing folder; ``pickled``: a second file of them, which is no safetensors.
 
-    config: dict[str, Any]
-    """``config.json``."""
-    tensors: dict[str, Tensor]
-    weights_file: str = "model.safetensors"
-    """Name of the safetensors file of the tensors."""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Further files by their path inside the folder, with forward slashes."""
-    pickled_file: str | None = None
-    """Name of a second file of the same tensors, written by ``torch.save`` for engines that read no safetensors."""
-
-    def write(self, folder: Path) -> None:
-        """Write into an existing folder and compare the weights with what is in the file then.
-
-        Raises UserError for a tensor that holds a NaN or an infinite value.
-        """
-        require_finite(self.tensors)
-        tensors = _separate(self.tensors)
-        with atomic(folder / self.weights_file) as file:  # which gives it the usual permissions
-            save_file(tensors, file, metadata={"format": "pt"})
-        if self.pickled_file is not None:
-            torch.save(tensors, folder / self.pickled_file)
-        for name, content in self.files.items():
-            path = PurePosixPath(name)
-            assert not path.is_absolute() and ".." not in path.parts, name
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(content)
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-        with safe_open(folder / self.weights_file, framework="pt") as written:
-            shapes = {name: list(written.get_slice(name).get_shape()) for name in written.keys()}  # noqa: SIM118
-        assert shapes == {name: list(tensor.shape) for name, tensor in tensors.items()}, folder
+    Raises UserError for a tensor that holds a NaN or an infinite value.
+    """
+    require_finite(tensors)
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}  # safetensors refuses shared memory
+    with atomic(folder / file) as temporary:  # which gives it the usual permissions
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    if pickled is not None:
+        torch.save(tensors, folder / pickled)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -235,15 +201,3 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
         values = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite takes no 8-bit floats
         if tensor.is_floating_point() and not bool(torch.isfinite(values).all()):
             raise UserError(f"tensor {name} holds NaN or infinite values, so it is damaged or training diverged; nothing is written")
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, contiguous, none sharing memory with another, which safetensors refuses."""
-    own: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        pointer = tensor.untyped_storage().data_ptr()
-        own[name] = tensor.clone() if pointer in seen or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-        seen.add(pointer)
-    return own

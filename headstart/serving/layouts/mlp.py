@@ -6,39 +6,36 @@ TGI and vLLM up to 0.9.2 load the checkpoint as it is, over the whole vocabulary
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.mlp import PREFIX
-from headstart.serving.layouts.checkpoint import Checkpoint, Dtype
-from headstart.serving.layouts.files import Contents, Files
-from headstart.serving.layouts.layout import Counting, Heads, ServedLayout, whole_number
-from headstart.serving.layouts.parts import WHOLE, over_whole_vocabulary, with_vocabulary
+from headstart.serving.layouts.checkpoint import Checkpoint
+from headstart.serving.layouts.files import Files, write_folder
+from headstart.serving.layouts.layout import Counting, Heads, Layout, whole_number
+from headstart.serving.layouts.parts import over_whole_vocabulary, read_vocabulary
 from headstart.support.errors import UserError
 
 SHARED = re.compile(re.escape(PREFIX) + r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
 
 
-class MlpSpeculator(ServedLayout):
+class MlpSpeculator(Layout):
     """A stack of linear layers, embeddings and norms, one of each a depth."""
 
     name, title, methods, engines = "mlp-speculator", "IBM accelerator (MLP speculator)", ("mlp",), ("vllm", "tgi")
-    order = 4
 
-    def lay_out(self, heads: Checkpoint, dtype: Dtype) -> Contents:
-        config, tensors = heads.cast(dtype)
-        stated = {key: value for key, value in config.items() if key != "draft_vocab_size"} | {"base_model_name_or_path": heads.served}
-        return Contents(stated, over_whole_vocabulary(tensors, ".head.", config["vocab_size"]))
+    def write(self, heads: Checkpoint, folder: Path) -> list[str]:
+        config, tensors, notes = over_whole_vocabulary(heads, ".head.")
+        write_folder(folder, config, tensors)
+        return notes
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         return {} if heads.config["tie_weights"] else {"tgi": "it reads speculators with drafter.tie_weights only"}
 
-    def notes(self, heads: Checkpoint) -> list[str]:
-        return [WHOLE] if "t2d" in heads.tensors else []
-
     def recognises(self, files: Files) -> bool:
         return files.config.get("model_type") == "mlp_speculator" or bool(files.names(f"{PREFIX}proj."))
 
-    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
         path, config = files.path, files.config
         if config.get("n_predict") is None:
             raise UserError(f"{path}: config.json does not say n_predict, the number of tokens that it drafts; add it")
@@ -53,13 +50,12 @@ class MlpSpeculator(ServedLayout):
                     raise UserError(f"{path} says tie_weights, but {name} differs from the {match[1]} of other depths; set it to false")
                 del tensors[name]
         inner = config.get("inner_dim") or config.get("emb_dim") or backbone.dim  # 0: the width of the backbone
-        heads = [f"{PREFIX}head.{k}.weight" for k in range(1 if tied else depth)]
-        tensors, size, notes, remarks = with_vocabulary(tensors, heads, backbone.vocab, path)
         arguments = {
             "depth": depth,
             "inner_dim": None if inner == backbone.dim else inner,
             "tie_weights": tied,
             "scale_input": bool(config.get("scale_input", False)),
-            "draft_vocab_size": size,
         }
-        return [Heads("mlp", arguments, tensors, notes=tuple(notes), remarks=tuple(remarks))]
+        heads = Heads("mlp", arguments, tensors)
+        read_vocabulary(heads, [f"{PREFIX}head.{k}.weight" for k in range(1 if tied else depth)], backbone.vocab, path)
+        return heads

@@ -5,15 +5,13 @@ Engines look for them only inside the backbone's checkpoint, so an export is a c
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
@@ -22,11 +20,11 @@ from headstart.heads.backbone.native_mtp import Layout as Names
 from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.mtp import Mtp
-from headstart.serving.layouts.checkpoint import Checkpoint, Dtype
+from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files, require_finite, require_new
-from headstart.serving.layouts.layout import Counting, Heads, ServedLayout, Sizes
+from headstart.serving.layouts.layout import Counting, Heads, Layout
 from headstart.support.errors import UserError
-from headstart.support.files import atomic
+from headstart.support.files import atomic, write_json
 from headstart.support.json_text import read_json
 
 NEW_FILE = "model-mtp.safetensors"
@@ -44,57 +42,35 @@ def write_back(drafter: Mtp, folder_out: str | Path) -> None:
     if drafter.backbone.adapter is not None:
         raise UserError("the backbone has an adapter, which its checkpoint lacks: merge it, save the merged model and train on that")
     require_new(out)
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in drafter.tensors().items()}
     with atomic(out, folder=True) as copy:
         shutil.copytree(source, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "*.bin", "*.pt", "*.pth"))
-        _write_tensors(copy, tensors)
-        _state_count(copy / "config.json", drafter.layout.count_key, len(drafter.mtps))
+        _write_tensors(copy, {name: weight.detach().cpu().contiguous() for name, weight in drafter.tensors().items()})
+        config = read_json(copy / "config.json", "fetch the checkpoint again")
+        text, key, count = config.get("text_config", config), drafter.layout.count_key, len(drafter.mtps)
+        if (text.get(key) or 0) < count:
+            text[key] = count
+            write_json(copy / "config.json", config)
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the tensors that the folder's files hold and add the others."""
-    files = weight_files(folder)
-    new = {name: tensor for name, tensor in tensors.items() if name not in files}
-    index = folder / INDEX
-    home = folder / NEW_FILE if index.is_file() else next(iter(files.values()))
-    targets = {name: files.get(name, home) for name in tensors}
-    like = _dtype(next(iter(files.values())))
-    for path in sorted({*targets.values()}):
-        _rewrite(path, {name: tensors[name] for name, target in targets.items() if target == path}, like)
+    """Replace the tensors that the folder's files hold, in their dtypes, and add the others in the dtype of the first file."""
+    files, index = weight_files(folder), folder / INDEX
+    first = next(iter(files.values()))
+    with safe_open(first, framework="pt") as file:
+        dtype = next(x.dtype for name in file.keys() if (x := file.get_tensor(name)).is_floating_point())  # noqa: SIM118
+    homes = {name: files.get(name, folder / NEW_FILE if index.is_file() else first) for name in tensors}
+    for path in sorted({*homes.values()}):
+        held = load_file(path) if path.is_file() else {}
+        held |= {name: tensors[name].to(held[name].dtype if name in held else dtype) for name, home in homes.items() if home == path}
+        with atomic(path) as temporary:
+            save_file(held, temporary, metadata={"format": "pt"})
+    new = [tensor for name, tensor in tensors.items() if name not in files]
     if new and index.is_file():
         listed = read_json(index, "fetch the checkpoint again")
-        listed["weight_map"] |= dict.fromkeys(new, NEW_FILE)
+        listed["weight_map"] |= {name: NEW_FILE for name in tensors if name not in files}
         if "total_size" in listed.get("metadata", {}):
-            listed["metadata"]["total_size"] += sum(tensor.numel() for tensor in new.values()) * like.itemsize
-        index.write_text(json.dumps(listed, indent=2) + "\n")
-
-
-def _rewrite(path: Path, tensors: Mapping[str, Tensor], like: torch.dtype) -> None:
-    """Write a file's tensors with these replaced or added, each in the dtype that it has there or else in ``like``."""
-    held: dict[str, Tensor] = {}
-    metadata = {"format": "pt"}
-    if path.is_file():
-        with safe_open(path, framework="pt") as file:
-            held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or metadata  # noqa: SIM118
-    held |= {name: tensor.to(held[name].dtype if name in held else like) for name, tensor in tensors.items()}
-    with atomic(path) as temporary:
-        save_file(held, temporary, metadata=metadata)
-
-
-def _dtype(path: Path) -> torch.dtype:
-    """The dtype of a file's first tensor of floating-point numbers."""
-    with safe_open(path, framework="pt") as file:
-        tensors = (file.get_tensor(name) for name in file.keys())  # noqa: SIM118
-        return next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
-
-
-def _state_count(path: Path, key: str, count: int) -> None:
-    """State the number of modules in the checkpoint's configuration, unless it states as many already."""
-    config = read_json(path, "fetch the checkpoint again")
-    text = config.get("text_config", config)
-    if (text.get(key) or 0) < count:
-        text[key] = count
-        path.write_text(json.dumps(config, indent=2) + "\n")
+            listed["metadata"]["total_size"] += sum(tensor.numel() for tensor in new) * dtype.itemsize
+        write_json(index, listed)
 
 
 SERVED = {("mimo", "mimo"), ("qwen3_5", "qwen3_5"), ("qwen3_5", "qwen3_5_text")}
@@ -102,40 +78,37 @@ SERVED = {("mimo", "mimo"), ("qwen3_5", "qwen3_5"), ("qwen3_5", "qwen3_5_text")}
 PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 
 
-class MtpStitch(ServedLayout):
+class MtpStitch(Layout):
     """The copy has the backbone's own dtype; of its files only safetensors, configuration and tokenizer."""
 
     name, title, methods, engines = "mtp-stitch", "MTP modules", ("mtp",), ("vllm", "sglang")
-    order = 8
 
-    def write(self, heads: Checkpoint, dtype: Dtype, folder: Path) -> None:
-        if dtype != "auto":
-            raise UserError(f"--dtype {dtype} is not for mtp-stitch, which writes the dtype of the backbone's checkpoint; leave it out")
+    def write(self, heads: Checkpoint, folder: Path) -> list[str]:
+        if heads.dtype != "auto":
+            raise UserError(
+                f"--dtype {heads.dtype} is not for mtp-stitch, which writes the dtype of the backbone's checkpoint; leave it out"
+            )
         if heads.adapter is not None:
             raise UserError(f"{heads.path} was trained with an adapter, which a copy of the backbone lacks: merge it and train on that")
         drafter = read_drafter(heads.path, heads.folder, heads.card, heads.load_backbone())
         assert isinstance(drafter, Mtp)
         require_finite(drafter.tensors())
         write_back(drafter, folder)
-        assert drafter.tensors().keys() <= weight_files(folder).keys()
+        return [f"a copy of {heads.backbone} with the modules' weights"]
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         names, kind = str(heads.card["arguments"]["layout"]), str(heads.card["contract"]["model_type"])
         reason = f"it is not known to read {names} modules of dense layers in a model of type {kind}; it reads MiMo's and Qwen3.5's"
         return {} if (names, kind) in SERVED else dict.fromkeys(self.engines, reason)
 
-    def notes(self, heads: Checkpoint) -> list[str]:
-        return [f"a copy of {heads.backbone} with the modules' weights"]
-
     def recognises(self, files: Files) -> bool:
         layers = _text(files).get("num_hidden_layers")
         return isinstance(layers, int) and _names(files, layers) is not None
 
-    def sizes(self, files: Files) -> Sizes:
-        text = _text(files)
-        return Sizes(text.get("hidden_size"), text.get("vocab_size"), text.get("num_hidden_layers"))
+    def sizes(self, files: Files) -> dict[str, Any]:
+        return _text(files)
 
-    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
         layers = backbone.num_layers
         if (names := _names(files, layers)) is None:
             raise DamagedError(f"{files.path} holds MTP modules, but none that follows the {layers} layers of this backbone")
@@ -148,8 +121,8 @@ class MtpStitch(ServedLayout):
         tensors = files.read(name for name in wanted if name in files.shapes)
         arguments = {"layout": names.name} | ({"shared": False, "depth": modules} if modules > 1 else {})
         rest = len(files.shapes) - len(tensors)
-        notes = (f"{rest} tensors of the model beside the modules are left out",) if rest else ()
-        return [Heads("mtp", arguments, tensors, notes=notes)]
+        notes = [f"{rest} tensors of the model beside the modules are left out"] if rest else []
+        return Heads("mtp", arguments, tensors, notes=notes)
 
 
 def _text(files: Files) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from transformers import AutoConfig
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.smaller import FAULTS
 from headstart.heads.layers.layer_config import LayerShape, llama_like
+from headstart.serving.layouts.checkpoint import Checkpoint
+from headstart.serving.layouts.layout import Heads
 from headstart.support.errors import UserError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -60,12 +62,9 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def sliding_window(stated: Mapping[str, Any], positions: int, path: str) -> int | None:
     """Return the window that all layers attend in; None if it holds all positions of the backbone. Raises UserError."""
-    kinds = set(stated.get("layer_types") or [])
-    window = stated.get("sliding_window")
+    kinds, window = set(stated.get("layer_types") or []), stated.get("sliding_window")
     used = "sliding_attention" in kinds if kinds else bool(stated.get("use_sliding_window"))
-    if not used or not isinstance(window, int):
-        return None
-    if 0 < positions <= window:
+    if not used or not isinstance(window, int) or 0 < positions <= window:
         return None
     if "full_attention" in kinds:
         raise UserError(f"{path}: some layers attend to {window} positions and some to all; heads here have one window for all layers")
@@ -82,40 +81,37 @@ def layer_ids_disagree(top: list[int] | None, named: list[int] | None, key: str)
     ]
 
 
-def with_vocabulary(
-    tensors: Mapping[str, Tensor], output_layers: Sequence[str], vocab: int, path: str
-) -> tuple[dict[str, Tensor], int | None, list[str], list[str]]:
-    """Return the tensors with consistent ``d2t`` and ``t2d``, the size of the draft vocabulary (None: the whole one), notes and remarks.
+def read_vocabulary(heads: Heads, output_layers: Sequence[str], vocab: int, path: str) -> None:
+    """Make ``d2t`` and ``t2d`` consistent, and state the size of the draft vocabulary (None: the whole one).
 
     Rows of the output layers follow the tokens if these are not ascending. Raises UserError for maps that contradict each other.
     """
-    kept, notes, remarks = dict(tensors), list[str](), list[str]()
-    d2t, t2d = kept.pop("d2t", None), kept.pop("t2d", None)
-    rows = {len(kept[name]) for name in output_layers if name in kept}
+    tensors = heads.tensors
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    rows = {len(tensors[name]) for name in output_layers if name in tensors}
     if len(rows) > 1:
         raise UserError(f"{path}: the output layers have different numbers of rows ({', '.join(map(str, sorted(rows)))})")
     DV = rows.pop() if rows else vocab
-    if d2t is None:
-        if t2d is not None and (t2d.ndim != 1 or len(t2d) != vocab or int(t2d.sum()) != DV):
-            raise UserError(f"{path}: t2d {list(t2d.shape)} marks {int(t2d.sum())} tokens of {DV} in the output layer: fetch it again")
-        if DV == vocab:
-            return kept, None, notes, remarks
-        if t2d is None:
-            raise UserError(f"{path} drafts {DV} of the backbone's {vocab} tokens and has no d2t, which says which: fetch it with d2t")
-        tokens_DV = t2d.nonzero().flatten()
-        remarks.append("d2t is missing and was made from t2d: engines draft the first tokens of the vocabulary, or load zeros")
+    heads.arguments["draft_vocab_size"] = None if DV == vocab else DV
+    if d2t is not None:
+        tokens_DV = _tokens(d2t, t2d, vocab, DV, path, heads.remarks)
+    elif t2d is not None and (t2d.ndim != 1 or len(t2d) != vocab or int(t2d.sum()) != DV):
+        raise UserError(f"{path}: t2d {list(t2d.shape)} marks {int(t2d.sum())} tokens of {DV} in the output layer: fetch it again")
+    elif DV == vocab:
+        return
+    elif t2d is None:
+        raise UserError(f"{path} drafts {DV} of the backbone's {vocab} tokens and has no d2t, which says which: fetch it with d2t")
     else:
-        tokens_DV = _tokens(d2t, t2d, vocab, DV, path, remarks)
+        tokens_DV = t2d.nonzero().flatten()
+        heads.remarks.append("d2t is missing and was made from t2d: engines draft the first tokens of the vocabulary, or load zeros")
     order_DV = tokens_DV.argsort()
     if not torch.equal(order_DV, torch.arange(DV)):
-        kept |= {name: kept[name][order_DV] for name in output_layers if name in kept}
-        notes.append("draft tokens are in another order than the backbone's: the rows of the output layer follow them")
+        tensors |= {name: tensors[name][order_DV] for name in output_layers if name in tensors}
+        heads.notes.append("draft tokens are in another order than the backbone's: the rows of the output layer follow them")
         tokens_DV = tokens_DV[order_DV]
-    if DV == vocab:
-        return kept, None, notes, remarks
-    kept["d2t"] = tokens_DV - torch.arange(DV)
-    kept["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens_DV, True)
-    return kept, DV, notes, remarks
+    if DV != vocab:
+        tensors["d2t"] = tokens_DV - torch.arange(DV)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens_DV, True)
 
 
 def _tokens(d2t: Tensor, t2d: Tensor | None, vocab: int, DV: int, path: str, remarks: list[str]) -> Tensor:
@@ -125,8 +121,8 @@ def _tokens(d2t: Tensor, t2d: Tensor | None, vocab: int, DV: int, path: str, rem
     if t2d is not None and (t2d.ndim != 1 or len(t2d) != vocab):
         raise UserError(f"{path}: t2d is {list(t2d.shape)}; the backbone's vocabulary has [{vocab}]")
     marked = None if t2d is None else t2d.bool().nonzero().flatten()
-    values_DV = d2t.long()
-    as_offsets, as_tokens = values_DV + torch.arange(DV), values_DV
+    as_tokens = d2t.long()
+    as_offsets = as_tokens + torch.arange(DV)
     if _fits(as_offsets, marked, vocab):
         return as_offsets
     if _fits(as_tokens, marked, vocab):
@@ -147,24 +143,25 @@ def _fits(tokens_DV: Tensor, marked: Tensor | None, vocab: int) -> bool:
     return marked is None or torch.equal(ascending, marked)
 
 
-def over_whole_vocabulary(tensors: Mapping[str, Tensor], output_layers: str, vocab: int) -> dict[str, Tensor]:
-    """Return heads with a draft vocabulary with output layers ``[V, D]`` in place of ``[DV, D]``, and without ``d2t`` and ``t2d``.
-
-    ``output_layers`` is a part of their names. The rows of all other tokens are the mean of the drafted ones, so that their logit is the
-    mean of the drafted logits and never the largest: the layers draft what the small ones do.
-    """
-    if "t2d" not in tensors:
-        return dict(tensors)
-    tokens_DV = tensors["t2d"].nonzero().flatten()
-    found = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    for name, rows_DVD in found.items():
-        if output_layers in name:
-            found[name] = rows_DVD.float().mean(0).to(rows_DVD.dtype).repeat(vocab, 1)
-            found[name][tokens_DV] = rows_DVD
-    return found
-
-
 WHOLE = (
     "output layers are written over the whole vocabulary, since no engine reads truncated ones (vLLM's are broken in 0.32): the rows of "
     "tokens that are not drafted are the mean of the others, so that these tokens are never the likeliest draft"
 )
+
+
+def over_whole_vocabulary(heads: Checkpoint, output_layers: str) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    """Return the configuration and the tensors with output layers ``[V, D]`` in place of ``[DV, D]``, and a note if there were such.
+
+    ``output_layers`` is a part of their names. The rows of all other tokens are the mean of the drafted ones, so that their logit is the
+    mean of the drafted logits and never the largest: the layers draft what the small ones do.
+    """
+    config = {key: value for key, value in heads.config.items() if key != "draft_vocab_size"} | {"base_model_name_or_path": heads.served}
+    if "t2d" not in heads.tensors:
+        return config, heads.tensors, []
+    tokens_DV = heads.tensors["t2d"].nonzero().flatten()
+    found = {name: tensor for name, tensor in heads.tensors.items() if name not in ("d2t", "t2d")}
+    for name, rows_DVD in found.items():
+        if output_layers in name:
+            found[name] = rows_DVD.float().mean(0).to(rows_DVD.dtype).repeat(config["vocab_size"], 1)
+            found[name][tokens_DV] = rows_DVD
+    return config, found, [WHOLE]

@@ -7,17 +7,17 @@ heads carry the backbone's embedding, which speculators leaves uninitialised whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.model_config import load_config
 from headstart.heads.backbone.native_mtp import LAYOUTS
 from headstart.serving.layouts.block import Block
-from headstart.serving.layouts.checkpoint import Checkpoint, Dtype
-from headstart.serving.layouts.eagle3 import Eagle3, has_qk_norm, joined, tap_choices
-from headstart.serving.layouts.files import Contents, Files
-from headstart.serving.layouts.layout import Counting, Heads, ServedLayout, unscaled_embedding
+from headstart.serving.layouts.checkpoint import Checkpoint
+from headstart.serving.layouts.eagle3 import Eagle3, has_qk_norm, tap_choices
+from headstart.serving.layouts.files import Files, write_folder
+from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, unscaled_embedding
 from headstart.serving.layouts.parts import IDS
 from headstart.support.errors import UserError
 
@@ -34,14 +34,13 @@ MTP_NAMES = {"input_proj": "eh_proj", "hidden_layernorm": "hnorm", "token_layern
 """Modules of ``mtp_layers.0.``; others are of the decoder layer."""
 
 
-class Speculators(ServedLayout):
+class Speculators(Layout):
     """EAGLE-3, DFlash and DSpark; MTP modules are read too."""
 
     name, title, methods, engines = "speculators", "speculators", ("eagle3", "dflash", "dspark"), ("vllm",)
-    order = 2
 
-    def lay_out(self, heads: Checkpoint, dtype: Dtype) -> Contents:
-        config, tensors = heads.cast(dtype)
+    def write(self, heads: Checkpoint, folder: Path) -> list[str]:
+        config, tensors, notes = heads.config, heads.tensors, ["the configuration is that of speculators 0.9"]
         common = {
             "architectures": [CLASSES[heads.method]],
             KIND: heads.method,
@@ -61,67 +60,65 @@ class Speculators(ServedLayout):
             own |= {"embed_requires_grad": False, IDS: config[IDS]}
             layers["num_aux_hidden_states"] = config["num_aux_hidden_states"]  # vLLM reads it here only
             layers["model_type"] = "qwen3" if has_qk_norm(config) else "llama"
+            notes.append("midlayer. is written as layers.0., and the backbone's embedding is added, which speculators needs")
         else:
             own = _block_config(config)
             if config["dflash_config"].get("causal"):  # here layers with a window are causal inside a block, others never
                 kinds = ["sliding_attention"] * config["num_hidden_layers"]
                 window = {"sliding_window": config.get("sliding_window", config["max_position_embeddings"]), "use_sliding_window": True}
                 layers, own = layers | {"layer_types": kinds} | window, own | {"sliding_window_non_causal": False}
-        return Contents(common | own | {"transformer_layer_config": layers}, tensors)
+        write_folder(folder, common | own | {"transformer_layer_config": layers}, tensors)
+        return notes
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         return {} if heads.method == "eagle3" else unscaled_embedding(heads, self.engines)  # EAGLE-3 norms the embedding
 
-    def notes(self, heads: Checkpoint) -> list[str]:
-        moved = ["the configuration is that of speculators 0.9"]
-        if heads.method == "eagle3":
-            moved.append("midlayer. is written as layers.0., and the backbone's embedding is added, which speculators needs")
-        return moved
-
     def recognises(self, files: Files) -> bool:
-        return self.states(files.config)
+        return KIND in files.config or "speculators_config" in files.config
 
-    def states(self, config: Mapping[str, Any]) -> bool:
-        return KIND in config or "speculators_config" in config
-
-    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Heads]:
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
         config, path = files.config, files.path
         kind = config.get(KIND) or (config.get("speculators_config") or {}).get("algorithm")
         layer = config.get("transformer_layer_config")
         if not isinstance(layer, dict):
             raise UserError(f"{path}: config.json is of the speculators format and has no transformer_layer_config; fetch the heads again")
-        stated = {key: value for key, value in config.items() if key != "transformer_layer_config" and value is not None}
-        flat = {**layer, **stated}
+        flat = {**layer, **{key: value for key, value in config.items() if key != "transformer_layer_config" and value is not None}}
         if kind == "mtp":
-            return [_with_depth(_mtp(files, layer, backbone), config)]
-        if kind not in CLASSES:
+            heads = _mtp(files, layer, backbone)
+        elif kind not in CLASSES:
             raise UserError(f"{path} holds heads of speculators' type {kind!r}; the import reads {', '.join(CLASSES)} and mtp")
-        ids = {IDS: config.get(IDS if kind == "eagle3" else "aux_hidden_state_layer_ids")}
-        ((taps, _),) = tap_choices(ids, backbone.num_layers, "hs" if counting is None else counting, path)
-        if kind == "eagle3":
-            found = [_with_depth(one, config) for one in Eagle3().of(files, flat, backbone, [(taps, "")])]
-            return found if RESIDUAL in stated else [both for one in found for both in _residuals(one)]
-        kinds = set(layer.get("layer_types") or [])
-        if len(kinds) > 1:
-            raise UserError(f"{path} has layers of {' and '.join(sorted(kinds))}, and not all are causal; heads here have one kind")
-        causal = "sliding_attention" in kinds and not config.get("sliding_window_non_causal", False)
-        flat |= {"causal": causal, "sample_from_anchor": bool(config.get("sample_from_anchor", kind == "dspark"))}
-        heads = Block().of(files, flat, backbone, list(taps))
-        ignored = "sample_from_anchor is true, which vLLM's reader of this format ignores: it drops the first draft"
-        return [replace(heads, notes=(*heads.notes, ignored)) if flat["sample_from_anchor"] else heads]
+        else:
+            ids = {IDS: config.get(IDS if kind == "eagle3" else "aux_hidden_state_layer_ids")}
+            (stated,) = tap_choices(ids, backbone.num_layers, "hs" if counting is None else counting, path)
+            taps = [Choice("", stated.arguments)]
+            if kind != "eagle3":
+                return _block(files, flat, backbone, taps, anchored=kind == "dspark")
+            heads = Eagle3().of(files, flat, backbone, taps)
+            if config.get(RESIDUAL) is None:
+                heads.open.append([Choice(f"{RESIDUAL} {str(value).lower()}", {RESIDUAL: value}) for value in (True, False)])
+        methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        depth = methods[0].get("speculative_tokens")
+        if isinstance(depth, int) and depth > 0:  # of a block that is not the number of its training
+            heads.arguments["depth"] = depth
+        return heads
 
 
-def _with_depth(heads: Heads, config: Mapping[str, Any]) -> Heads:
-    """Return the heads drafting as many tokens as is stated; of a block that is not the number of its training."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    depth = methods[0].get("speculative_tokens")
-    return replace(heads, arguments={**heads.arguments, "depth": depth}) if isinstance(depth, int) and depth > 0 else heads
+def _block(files: Files, config: dict[str, Any], backbone: Backbone, taps: list[Choice], anchored: bool) -> Heads:
+    """Return a block head; ``anchored``: whether it drafts from the anchor where ``config`` does not say."""
+    kinds, anchored = set(config.get("layer_types") or []), bool(config.get("sample_from_anchor", anchored))
+    if len(kinds) > 1:
+        raise UserError(f"{files.path} has layers of {' and '.join(sorted(kinds))}, and not all are causal; heads here have one kind")
+    causal = "sliding_attention" in kinds and not config.get("sliding_window_non_causal", False)
+    heads = Block().of(files, config | {"causal": causal, "sample_from_anchor": anchored}, backbone, taps)
+    if anchored:
+        heads.notes.append("sample_from_anchor is true, which vLLM's reader of this format ignores: it drops the first draft")
+    return heads
 
 
 def _proposal(heads: Checkpoint) -> dict[str, Any]:
     """Return which backbone is drafted for, and how many tokens."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": heads.depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    verifier = {"name_or_path": heads.served, "architectures": heads.backbone_config.get("architectures") or []}
+    verifier = {"name_or_path": heads.served, "architectures": load_config(heads.backbone).architectures or []}
     return {"algorithm": heads.method, "default_proposal_method": "greedy", "proposal_methods": [greedy], "verifier": verifier}
 
 
@@ -136,12 +133,6 @@ def _block_config(config: dict[str, Any]) -> dict[str, Any]:
         "sliding_window_non_causal": True,
         **({"confidence_head_with_markov": False} if "markov_rank" in config else {}),
     }
-
-
-def _residuals(heads: Heads) -> list[Heads]:
-    """Return both heads by what the residual stream takes, vLLM's first."""
-    ways = {value: joined(heads.choice, f"{RESIDUAL} {str(value).lower()}") for value in (True, False)}
-    return [replace(heads, arguments={**heads.arguments, RESIDUAL: value}, choice=choice) for value, choice in ways.items()]
 
 
 def _mtp(files: Files, layer: dict[str, Any], backbone: Backbone) -> Heads:

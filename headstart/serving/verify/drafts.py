@@ -1,9 +1,9 @@
-"""What engines drafted and wrote for the same prompts, acceptance as they count it, and a comparison of two, token by token.
+"""What an engine drafted and wrote, acceptance as engines count it, and a comparison with the heads, token by token.
 
 A round is one draft and the forward pass that verifies it. vLLM counts all drafts that a round kept; Headstart counts the tokens
-written, which are fewer in the last round if the end of the text cuts it.
+written, which are fewer in the last round if the end of the text cuts it. A `Verdict` is the outcome, in words and as data.
 
-A `Verdict` is the outcome of a verification, in words and as data.
+Shape suffixes: B batch, T positions, K drafts or written tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.serving.reference import Agreement
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
+from headstart.serving.reference import Agreement, are_picks, draft_logits
 
 
 @dataclass(frozen=True)
@@ -41,27 +46,20 @@ class Transcript:
         return self.prompt + self.written
 
 
-def mean_acceptance_length(transcripts: Sequence[Transcript]) -> float:
-    """Return drafts kept per round plus one, as vLLM reports it; 1 without rounds."""
-    rounds = [one for transcript in transcripts for one in transcript.rounds]
-    return 1 + sum(one.kept for one in rounds) / max(len(rounds), 1)
+def acceptance(transcripts: Sequence[Transcript]) -> dict[str, Any]:
+    """Return the acceptance of transcripts, of which without rounds nothing is accepted.
 
-
-def tau(transcripts: Sequence[Transcript]) -> float:
-    """Return the tokens written per round, the backbone's own token included, as `headstart bench` reports it; 1 without rounds."""
-    written = rounds = 0
-    for transcript in transcripts:
-        end = len(transcript.text)
-        written += sum(min(one.kept + 1, end - one.position) for one in transcript.rounds)
-        rounds += len(transcript.rounds)
-    return written / rounds if rounds else 1.0
-
-
-def acceptance_rate_per_position(transcripts: Sequence[Transcript]) -> list[float]:
-    """Return for each draft position the share of rounds that kept it, as vLLM's metric of that name."""
-    rounds = [one for transcript in transcripts for one in transcript.rounds]
-    longest = max((len(one.drafts) for one in rounds), default=0)
-    return [sum(one.kept > i for one in rounds) / len(rounds) for i in range(longest)]
+    ``tau``: tokens written per round, the backbone's own included, as `headstart bench` reports it. ``mean_acceptance_length``: drafts kept
+    per round plus one, and ``acceptance_rate_per_pos``: the share of rounds that kept the draft at each position, as vLLM reports them.
+    """
+    rounds = [(at, min(at.kept + 1, len(one.text) - at.position)) for one in transcripts for at in one.rounds]
+    count, longest = max(len(rounds), 1), max((len(at.drafts) for at, _ in rounds), default=0)
+    return {
+        "tau": sum(written for _, written in rounds) / count if rounds else 1.0,
+        "mean_acceptance_length": 1 + sum(at.kept for at, _ in rounds) / count,
+        "acceptance_rate_per_pos": [sum(at.kept > i for at, _ in rounds) / count for i in range(longest)],
+        "rounds": len(rounds),
+    }
 
 
 # An engine decodes greedily in fp32, one prompt at a time, with a chain of drafts per round.
@@ -94,12 +92,8 @@ def judged(position: int, drafts: Sequence[int], text: Sequence[int]) -> Round:
 Engine = Callable[[Path, str, list[list[int]], EngineSettings], list[Transcript]]
 """Decodes prompts with the heads in a folder on a model (a folder or hub id): one transcript per prompt, with a round for each draft.
 
-Raises UserError, in one line, if the engine is not installed, or does not load these heads. Engines may draft a different number of tokens
-past the end of a text, which comparisons ignore.
+Raises UserError, in one line, if the engine is not installed, or does not load these heads.
 """
-
-NearTie = Callable[[Sequence[int], int | None, tuple[int, int]], bool]
-"""Whether rounding decides between two tokens after these ones, of which so many are drafts; None: between tokens of the text."""
 
 
 @dataclass(frozen=True)
@@ -114,78 +108,54 @@ class Difference:
     """None: the backbone's own token."""
     ours: int
     theirs: int
-    """The token that either side drafts."""
+    """The likeliest token here, and the engine's."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Counts over all prompts. Drafts are compared in rounds at the same place of equal texts, as far as both drafted.
-
-    After a near-tie nothing of a round, or of a text, is compared: it continues another token.
-    """
+    """Counts over all prompts. A draft is equal if it is the heads' likeliest token after the drafts before it, but for rounding."""
 
     prompts: int
     equal_texts: int
+    """Texts of which the backbone would have written every token, after those before it."""
     rounds: int
     drafts: int
     equal_drafts: int
-    near_ties: int
-    """Drafts and texts that differ where rounding decides, before the first other difference."""
     first: Difference | None
-    """The first difference that is no near-tie."""
     figures: dict[str, Any]
-    """Acceptance of either side, by its name, under the names of each way of counting."""
+    """The engine's acceptance, under the names of each way of counting."""
 
     @property
     def equal(self) -> bool:
-        return self.equal_texts + self.equal_drafts + self.near_ties == self.prompts + self.drafts
+        return self.equal_texts + self.equal_drafts == self.prompts + self.drafts
 
 
-def compare(ours: Sequence[Transcript], theirs: Sequence[Transcript], names: tuple[str, str], near_tie: NearTie) -> Comparison:
-    """Compare two transcripts per prompt; ``names`` are those of the two sides."""
-    rounds = drafts = equal = ties = 0
+@torch.no_grad()
+def compare(drafter: Drafter, transcripts: Sequence[Transcript]) -> Comparison:
+    """Compare what an engine wrote and drafted with the logits of the backbone and of the heads at each place."""
+    texts = drafts = 0
     first = None
-    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True), 1):
-        for one, found in _same_places(mine, other):
-            pairs = list(zip(one.drafts, found.drafts, strict=False))
-            if first is None and (depth := _parting(pairs)) is not None:
-                if near_tie(mine.text[: one.position] + one.drafts[:depth], depth, pairs[depth]):
-                    ties, pairs = ties + 1, pairs[: depth + 1]
-                else:
-                    first = Difference(number, one.position, depth, *pairs[depth])
-            rounds, drafts, equal = rounds + 1, drafts + len(pairs), equal + sum(a == b for a, b in pairs)
-        pairs = list(zip(mine.text, other.text, strict=False))
-        if first is None and (place := _parting(pairs)) is not None:
-            if near_tie(mine.text[:place], None, pairs[place]):
-                ties += 1
-            else:
-                first = Difference(number, place, None, *pairs[place])
-    texts = sum(mine.written == other.written for mine, other in zip(ours, theirs, strict=True))
-    sides = dict(zip(names, (figures(ours), figures(theirs)), strict=True))
-    return Comparison(len(ours), texts, rounds, drafts, equal, ties, first, sides)
+    for number, one in enumerate(transcripts, 1):
+        for at, tokens, logits_KV in _held_to(drafter, one):
+            same = are_picks(logits_KV, tokens)
+            texts, drafts = (texts + all(same), drafts) if at is None else (texts, drafts + sum(same))
+            if first is None and not all(same):
+                k = same.index(False)
+                position = len(one.prompt) + k if at is None else at.position
+                first = Difference(number, position, None if at is None else k, int(logits_KV[k].argmax()), tokens[k])
+    rounds = [at for one in transcripts for at in one.rounds]
+    return Comparison(len(transcripts), texts, len(rounds), sum(len(at.drafts) for at in rounds), drafts, first, acceptance(transcripts))
 
 
-def _same_places(ours: Transcript, theirs: Transcript) -> Iterator[tuple[Round, Round]]:
-    """The rounds of both sides that continue the same text."""
-    others = {one.position: one for one in theirs.rounds}
-    for one in ours.rounds:
-        if one.position in others and ours.text[: one.position] == theirs.text[: one.position]:
-            yield one, others[one.position]
-
-
-def _parting(pairs: Sequence[tuple[int, int]]) -> int | None:
-    """The place of the first pair of different tokens."""
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-
-
-def figures(transcripts: Sequence[Transcript]) -> dict[str, Any]:
-    """Return the acceptance of transcripts as Headstart and as vLLM count it."""
-    return {
-        "tau": tau(transcripts),
-        "mean_acceptance_length": mean_acceptance_length(transcripts),
-        "acceptance_rate_per_pos": acceptance_rate_per_position(transcripts),
-        "rounds": sum(len(one.rounds) for one in transcripts),
-    }
+def _held_to(drafter: Drafter, one: Transcript) -> Iterator[tuple[Round | None, tuple[int, ...], Tensor]]:
+    """Yield a text, without a round, and the drafts of each round, with the logits ``[K, V]`` from which they should have been picked."""
+    read = drafter.backbone.read(torch.tensor([one.text], device=drafter.backbone.device), taps=drafter.taps)
+    yield None, one.written, drafter.backbone.readout(read.hidden_BTD[0, len(one.prompt) - 1 : -1]).float()
+    for at in one.rounds:
+        if at.drafts:
+            T, taps = at.position - 1, read.taps or {}
+            before = Features(read.tokens_BT[:, :T], read.hidden_BTD[:, :T], {tap: x_BTD[:, :T] for tap, x_BTD in taps.items()} or None)
+            yield at, at.drafts, draft_logits(drafter, before, one.text[T], len(at.drafts), at.drafts)
 
 
 @dataclass
@@ -250,26 +220,19 @@ class Verdict:
         one = self.comparison
         if one is None:
             return
-        sides = " and ".join(one.figures)
-        yield f"{sides}: {one.prompts} prompts, {one.equal_texts} equal texts; {one.equal_drafts} of {one.drafts} drafts equal"
-        if one.near_ties:
-            yield f"near-ties: {one.near_ties} of the differences are between tokens about equally likely, which rounding decides"
+        texts = f"{one.equal_texts} of {one.prompts} texts are the backbone's own"
+        yield f"{self.engine}: {texts}; {one.equal_drafts} of {one.drafts} drafts are those of the heads here"
         if (first := one.first) is not None:
-            tokens = " and ".join(f"{side} {token}" for side, token in zip(one.figures, (first.ours, first.theirs), strict=True))
             what = "the text" if first.depth is None else f"depth {first.depth}"
+            tokens = f"headstart {first.ours} and {self.engine} {first.theirs}"
             yield f"first difference: prompt {first.prompt}, after {first.position} tokens, {what}: tokens {tokens}"
         yield f"measured on {self.prompts}"
-        for side, figures in one.figures.items():
-            rates = " ".join(f"{rate:.3f}" for rate in figures["acceptance_rate_per_pos"])
-            yield (
-                f"{side}: tau {figures['tau']:.3f}, mean acceptance length {figures['mean_acceptance_length']:.3f}, "
-                f"acceptance rate per position {rates}, {figures['rounds']} rounds"
-            )
+        rates = " ".join(f"{rate:.3f}" for rate in one.figures["acceptance_rate_per_pos"])
+        yield (
+            f"{self.engine}: tau {one.figures['tau']:.3f}, mean acceptance length {one.figures['mean_acceptance_length']:.3f}, "
+            f"acceptance rate per position {rates}, {one.figures['rounds']} rounds"
+        )
 
     def report(self) -> dict[str, Any]:
         """Return the verdict as data."""
-        own = ("folder", "heads", "engine", "backbone", "method", "prompts", "compared", "faults", "changes", "notes")
-        stated = {name: getattr(self, name) for name in own}
-        reference = None if self.reference is None else self.reference._asdict()
-        comparison = None if self.comparison is None else asdict(self.comparison)
-        return {"equal": self.equal, "cause": self.cause, **stated, "reference": reference, "comparison": comparison}
+        return {"equal": self.equal, "cause": self.cause, "compared": self.compared, **asdict(self)}

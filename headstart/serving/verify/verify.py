@@ -1,33 +1,29 @@
 """Verify a folder of heads: what it drafts, read back by the import, against what the trained heads drafted when they were exported.
 
 Files are checked first: names, shapes, finite numbers, the draft vocabulary, the configuration against the backbone. Drafts are compared
-after states that a formula gives (`reference`). With an engine both sides also decode the same prompts, and every draft is compared.
+after states that a formula gives (`reference`). With an engine, prompts are decoded, and every draft is compared.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
-from headstart.inference.generate import SpeculativeModel
+from headstart.heads.checkpoint import METADATA, checked_weights, load_drafter, read_metadata
 from headstart.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files
-from headstart.serving.layouts.layout import recognise
 from headstart.serving.layouts.quantize import stated_format
-from headstart.serving.reading import build, original_of, read_exported, round_as_stored
+from headstart.serving.reading import build, original_of, read_exported, recognise, round_as_stored
 from headstart.serving.reference import agreement, reference
-from headstart.serving.verify.decode import headstart_drafts, near_tie
 from headstart.serving.verify.drafts import Engine, EngineSettings, Verdict, compare
 from headstart.support.errors import UserError
-from headstart.support.files import file_hash
 from headstart.support.json_text import read_json
 
 AGREES = "read back, these files draft what the trained heads do: the difference is the engine's own"
@@ -48,10 +44,9 @@ class Check:
     new_tokens: int
     depth: int | None = None
     """Tokens per draft (None: as many as the heads draft)."""
-    end_tokens: tuple[int, ...] = ()
     allow_finetuned: bool = False
     where: str = ""
-    """Where the prompts are from."""
+    """How many prompts, and where they are from."""
     stored: tuple[dict[str, Any], ...] | None = None
     """The drafts that the export stored, taken in place of those of ``heads``."""
 
@@ -141,13 +136,12 @@ def recorded(folder: Path) -> tuple[str | None, str | None, tuple[dict[str, Any]
 
 def _require_unchanged(check: Check) -> None:
     """Raise DamagedError if the folder is a checkpoint whose weights are not those that were saved."""
-    if not (check.folder / METADATA).is_file() or check.heads is not None:
-        return
-    _, card = read_metadata(check.folder)
-    file = check.folder / card["weights"]["file"]
-    if not file.is_file() or file_hash(file) != card["weights"]["sha256"]:
-        fault = "changed or cut short since it was saved: its hash is not" if file.is_file() else "missing, and not"
-        raise DamagedError(f"{file} is {fault} the one in {METADATA} (half-written, or edited); give the heads as they were with --heads")
+    if (check.folder / METADATA).is_file() and check.heads is None:
+        folder, card = read_metadata(check.folder)
+        try:
+            checked_weights(str(check.folder), folder, card)
+        except UserError as error:
+            raise DamagedError(f"{error}, or give them with --heads") from None
 
 
 def _rope_faults(files: Files) -> list[str]:
@@ -160,7 +154,7 @@ def _rope_faults(files: Files) -> list[str]:
 
 
 def _against_engine(check: Check, verdict: Verdict, drafter: Drafter | None) -> None:
-    """Decode the prompts with Headstart's heads, the original ones if there are any, and with the engine."""
+    """Decode the prompts with the engine, and compare with Headstart's heads, the original ones if there are any."""
     if check.original is not None:
         drafter = load_drafter(check.original, check.backbone, allow_finetuned=check.allow_finetuned)
     if check.backbone.adapter is not None:
@@ -168,17 +162,16 @@ def _against_engine(check: Check, verdict: Verdict, drafter: Drafter | None) -> 
         raise UserError(f"{check.original} drafts for a backbone with an adapter, which {check.engine} is not given here: {merged}")
     if drafter is None:
         return
-    settings = EngineSettings(check.depth or drafter.depth, check.new_tokens, check.end_tokens)
-    engine = find_engine(check.engine)
+    settings = EngineSettings(check.depth or drafter.depth, check.new_tokens, end_tokens(check.backbone.model.generation_config))
+    drafter.require_depth(settings.depth)
     try:
-        theirs = engine(check.folder, resolve(check.backbone.name), check.prompts, settings)
+        transcripts = find_engine(check.engine)(check.folder, resolve(check.backbone.name), check.prompts, settings)
     except UserError as error:
         if not verdict.faults:
             raise
         verdict.notes.append(f"the engine refuses the folder: {error}")
         return
-    ours = headstart_drafts(SpeculativeModel(check.backbone, drafter, capture="off"), check.prompts, settings)
-    verdict.prompts = f"{len(check.prompts)} prompts of {check.where}, at temperature 0, up to {check.new_tokens} tokens each"
-    verdict.comparison = compare(ours, theirs, ("headstart", check.engine), partial(near_tie, drafter))
+    verdict.prompts = f"{check.where}, at temperature 0, up to {check.new_tokens} tokens each"
+    verdict.comparison = compare(drafter, transcripts)
     if not verdict.comparison.equal and verdict.reference is not None and verdict.reference.whole:
         verdict.notes.append(AGREES)

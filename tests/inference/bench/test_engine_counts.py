@@ -15,7 +15,7 @@ from headstart.inference.bench.table import print_report
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts
-from headstart.serving.verify.drafts import Round, Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
+from headstart.serving.verify.drafts import Round, Transcript, acceptance
 
 DEPTH, NEW = 4, 15
 CHAIN = TreeShape(nodes=DEPTH + 1, width=1, depth=DEPTH)
@@ -46,14 +46,14 @@ def test_a_chain_is_counted_as_an_engine_counts_it():
     expected = [as_an_engine(drafter, truth, len(ids_T)) for truth, ids_T in zip(truths, prompts(), strict=True)]
     asked = [Prompt(ids_T) for ids_T in prompts()]
     report = compare([("a", SpeculativeModel(drafter.backbone, drafter, capture="off"))], asked, Plan(NEW, tree=CHAIN, batches=(1, 3)))
-    kept = [one.kept for text in expected for one in text.rounds]
+    kept, counted = [one.kept for text in expected for one in text.rounds], acceptance(expected)
     out = io.StringIO()
     print_report(report, out)
     for row, setting in zip(report["results"], ("a at temperature 0", "a at temperature 0, batch 3"), strict=True):
-        assert row["mean_acceptance_length"] == pytest.approx(mean_acceptance_length(expected)) == pytest.approx(1 + sum(kept) / len(kept))
-        assert row["acceptance_rate_per_pos"] == pytest.approx(acceptance_rate_per_position(expected))
+        assert row["mean_acceptance_length"] == pytest.approx(counted["mean_acceptance_length"]) == pytest.approx(1 + sum(kept) / len(kept))
+        assert row["acceptance_rate_per_pos"] == pytest.approx(counted["acceptance_rate_per_pos"])
         assert row["draft_acceptance_rate"] == pytest.approx(sum(kept) / (DEPTH * len(kept)))
-        assert row["tau"] == pytest.approx(tau(expected)) and row["tau"] < row["mean_acceptance_length"] - 0.1  # texts end inside a pass
+        assert row["tau"] == pytest.approx(counted["tau"]) and row["tau"] < row["mean_acceptance_length"] - 0.1  # texts end inside a pass
         assert row["tasks"][""]["mean_acceptance_length"] == row["mean_acceptance_length"]
         note = f"as vLLM counts it: {setting}: mean acceptance length {row['mean_acceptance_length']:.3f}"
         assert note in out.getvalue() and note in report_page(report)
@@ -88,13 +88,13 @@ def test_the_worked_example_of_the_page():
     rounds = tuple(Round(start, (0,) * row[1], row[2]) for start, row in zip(starts, rows, strict=True))
     text = [Transcript((), (0,) * tokens, rounds)]
     assert [min(one.kept + 1, tokens - one.position) for one in rounds] == written and written[-1] < kept[-1] + 1
-    per_position = " ".join(f"{share:.2f}" for share in acceptance_rate_per_position(text))
+    per_position = " ".join(f"{share:.2f}" for share in acceptance(text)["acceptance_rate_per_pos"])
     per_depth = " ".join(f"{sum(count > depth + 1 for count in written) / len(written):.2f}" for depth in range(rows[0][1]))
     found = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\d. %]+) \|$", section, re.MULTILINE))
     assert found == {
-        "tau": f"{tau(text):.2f}",
+        "tau": f"{acceptance(text)['tau']:.2f}",
         "acceptance_per_depth": per_depth,
-        "mean_acceptance_length": f"{mean_acceptance_length(text):.2f}",
+        "mean_acceptance_length": f"{acceptance(text)['mean_acceptance_length']:.2f}",
         "acceptance_rate_per_pos": per_position,
         "draft_acceptance_rate": f"{sum(kept) / sum(row[1] for row in rows):.1%}".replace("%", " %"),
         "spec_accept_length": f"{tokens / len(rows):.2f}",

@@ -1,6 +1,6 @@
 """The mistake in a wrong export: the reading of its files, other than an engine's, that drafts what the trained heads draft.
 
-PYTHONPATH=.:tests/oracles python -m plain.diagnose FOLDER HEADS BACKBONE
+PYTHONPATH=.:tests/helpers:tests/oracles python -m plain.diagnose FOLDER HEADS BACKBONE
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from engines_alone import headstart_drafts
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import read_metadata
 from headstart.inference.generate import load
 from headstart.serving.layouts.files import read_files
-from headstart.serving.verify.decode import headstart_drafts
 from headstart.serving.verify.drafts import EngineSettings
 from plain.base import Target
 from plain.drafts import expected_drafts, fit_of

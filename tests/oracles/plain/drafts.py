@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.serving.reference import TOLERANCE, are_picks
-from headstart.serving.verify.decode import headstart_logits
+from headstart.serving.reference import TOLERANCE, are_picks, draft_logits
 from headstart.serving.verify.drafts import EngineSettings, Transcript, judged
 from plain.base import Reading, Target, Text
 
@@ -111,3 +110,10 @@ def expected_drafts(target: Target, transcripts: Sequence[Transcript], drafter: 
         logits = {} if drafter is None else {p: headstart_logits(drafter, one.text[:p], tokens).cpu() for p, tokens in drafts.items()}
         texts.append(Expected(target.read(one.text, range(target.num_layers + 1)), drafts, logits))
     return texts
+
+
+@torch.no_grad()
+def headstart_logits(drafter: Drafter, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
+    """Return Headstart's logits ``[K, V]`` of each draft after the text, given the drafts before it."""
+    tokens_1T = torch.tensor([text], device=drafter.backbone.device)
+    return draft_logits(drafter, drafter.backbone.read(tokens_1T[:, :-1], taps=drafter.taps), int(text[-1]), len(drafts), drafts)

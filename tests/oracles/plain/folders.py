@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED
 from headstart.serving.layouts.files import DamagedError, Files
-from headstart.serving.layouts.layout import recognise
+from headstart.serving.reading import recognise
 from headstart.support.errors import UserError
 from plain.base import Reading, Shapes
 from plain.block import BlockReader
