@@ -130,14 +130,13 @@ class Row:
 
     def follow(self, breadth: Breadth) -> bool:
         """Take note of a step of the search; returns True if the last tokens of its beams have been verified too."""
-        K = len(self.nodes)
-        origins, tokens = (self.search.running.origins_BKP[self.place, :, -1] % K).tolist(), self.newest
+        origins = (self.search.running.origins_BKP[self.place, :, -1] % len(self.nodes)).tolist()  # numbered over all rows of the search
         self.last, self.origins = [self.nodes[beam] for beam in origins], [self.origins[beam] for beam in origins]
-        added = list(zip(self.last, tokens, strict=True))
+        added = list(zip(self.last, self.newest, strict=True))
         if self.steps < len(self.ranks):
             breadth.learn(self.steps, 1 + max(self.ranks[self.steps].get(one, math.inf) for one in added))
         self.steps += 1
-        self.nodes = [node for one in added if (node := self.trie.find(*one)) is not None]
+        self.nodes = [self.trie.nodes[one] for one in added if one in self.trie.nodes]
         return len(self.nodes) == len(added)
 
     def keep(self) -> list[int]:
@@ -222,10 +221,10 @@ class Drafting:
     def _drafts(self, rows: list[Row], deepest: int) -> list[Draft]:
         """What the sources draft behind each beam."""
         roots, known = [Draft() for row in rows for _ in row.nodes], [after_V for row in rows for after_V in row.known]
-        for source in self.observing:
+        for proposer in self.observing:
             texts = [text[row.pads :] for row in rows for text in row.search.running.ids_BKT[row.place].tolist()]
             for slot, (root, text) in enumerate(zip(roots, texts, strict=True)):
-                proposed, found = source.propose_after(slot, text, deepest), [root]
+                proposed, found = proposer.propose_after(slot, text, deepest), [root]
                 for token, parent, score in zip(proposed.tokens, proposed.parents, proposed.scores, strict=True):
                     found.append(found[parent + 1].add(token, score))
         longest = max(row.search.length - row.pads for row in rows)
@@ -233,10 +232,10 @@ class Drafting:
             source.prepare(longest, self.width, None, source.depth_of(self.shape))
             level, above = source.roots([row.trie.tokens[node] for row in rows for node in row.nodes]), [[root] for root in roots]
             for depth in range(min(deepest, source.depth_of(self.shape))):
-                level = source.step(depth, level, self.width, DraftScoring())
-                level = level if depth else _corrected(level, known)
-                drafted = (value_BW.tolist() for value_BW in (level.tokens_BW, level.parents_BW, level.scores_BW))
-                for beam, (nodes, *of_beam) in enumerate(zip(above, *drafted, strict=True)):
+                drafted = source.step(depth, level, self.width, DraftScoring())
+                level = drafted if depth else _corrected(drafted, known)
+                values = (value_BW.tolist() for value_BW in (level.tokens_BW, level.parents_BW, level.scores_BW))
+                for beam, (nodes, *of_beam) in enumerate(zip(above, *values, strict=True)):
                     above[beam] = [nodes[parent].add(token, score) for token, parent, score in zip(*of_beam, strict=True)]
         return roots
 

@@ -37,7 +37,8 @@ class BeamTrie:
         """What is known after each verified node ``[Y, V]``."""
         self.features: Features | None = None
         """The features of the verified nodes ``[1, M]``, where drafters read them."""
-        self._nodes: dict[tuple[int, int], int] = {}
+        self.nodes: dict[tuple[int, int], int] = {}
+        """The node of a token below a parent."""
 
     @property
     def verified(self) -> int:
@@ -51,20 +52,15 @@ class BeamTrie:
 
     def add(self, parent: int, token: int) -> int:
         """The node of that token below that parent, added if there is none."""
-        node = self.find(parent, token)
-        return self.append(parent, token) if node is None else node
+        return self.nodes[parent, token] if (parent, token) in self.nodes else self.append(parent, token)
 
     def append(self, parent: int, token: int) -> int:
         """A further node of that token below that parent."""
-        node = self._nodes[parent, token] = len(self.tokens)
+        node = self.nodes[parent, token] = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.levels.append(0 if parent < 0 else self.levels[parent] + 1)
         return node
-
-    def find(self, parent: int, token: int) -> int | None:
-        """The node of that token below that parent, if there is one."""
-        return self._nodes.get((parent, token))
 
     def path(self, node: int) -> list[int]:
         """The nodes from the top of the trie down to that one."""
@@ -96,7 +92,7 @@ class BeamTrie:
         Returns the old numbers of the nodes kept, and the new numbers of ``last``.
         """
         paths = [{*self.path(node)} for node in last]
-        ahead = {self.find(node, token) for node, token in zip(last, tokens, strict=True)} - {None}
+        ahead = {self.nodes[one] for one in zip(last, tokens, strict=True) if one in self.nodes}
         for node, parent in enumerate(self.parents):
             if parent in ahead:
                 ahead.add(node)
@@ -108,7 +104,7 @@ class BeamTrie:
         self.tokens, self.levels = [self.tokens[node] for node in nodes], [self.levels[node] - common for node in nodes]
         self.parents, self.after = [numbers[self.parents[node]] for node in nodes], [self.after[node] for node in nodes]
         self.features = map_tensors(lambda value_1M: value_1M[:, nodes], self.features)
-        self._nodes = {key: i for i, key in enumerate(zip(self.parents, self.tokens, strict=True))}
+        self.nodes = {key: i for i, key in enumerate(zip(self.parents, self.tokens, strict=True))}
         return kept, [numbers[node] for node in last]
 
     def ancestors(self) -> np.ndarray:
