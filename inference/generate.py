@@ -178,7 +178,9 @@ class SpeculativeModel:
             with engine.policy.beside(self._forced_source if speculate and request.processing.forces else None):
                 decoder: Decoder | BeamDecoder
                 if request.beams is not None:
-                    decoder = engine.beams.decoder(request, shape, batch_size or len(request.ids_BT))
+                    from headstart.inference.beam.beam import BeamDecoder
+
+                    decoder = BeamDecoder(engine.reader, engine.policy, request, shape, batch_size or len(request.ids_BT))
                 else:
                     decoder = Decoder(engine.reader, engine.policy, request, shape, seeds_B, batch_size or len(input_ids))
                     self._forced.texts = decoder.texts

@@ -94,7 +94,7 @@ def output_of(decoder: Decoder | BeamDecoder, steps: list[Step], request: Reques
     if isinstance(decoder, Decoder):
         beams, steps = None, cut(steps, {number: len(text.written) - 1 for number, text in decoder.texts.of.items()})
     else:
-        beams = decoder.steps
+        beams = decoder.best()
     scores, logits = decoder.kept()
     cache: dict[str, Any] = {CACHE: decoder.prompts.continued.cache}
     return GenerateOutput(
@@ -105,8 +105,8 @@ def output_of(decoder: Decoder | BeamDecoder, steps: list[Step], request: Reques
         steps=steps,
         tally=Tally.of(steps, len(request.ids_BT), max([0, *(one.depth for one in decoder.policy.of_kind(DrafterSource))])),
         capture=decoder.reader.read.captured_by,
-        sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
-        beam_indices=beams.beam_indices() if beams is not None else None,
+        sequences_scores=beams.scores_BK if beams is not None and request.scores else None,
+        beam_indices=beams.origins_BKP if beams is not None else None,
     )
 
 

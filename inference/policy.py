@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -100,6 +100,8 @@ class Policy:
         self.costs = CostModel()
         self.budgets = dict.fromkeys(self.sources, MOST_BUDGET)
         """Plain steps' time that each source may lose in trials."""
+        self.beams: dict[int, Any] = {}
+        """What beam search has learned, by the number of beams."""
         self.steps = 0
         """The number of steps since a text began."""
         self._chosen: dict[tuple[Source, int], tuple[int, int]] = {}

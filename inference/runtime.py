@@ -34,7 +34,6 @@ from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import Source
 
 if TYPE_CHECKING:
-    from headstart.inference.beam.beam import Beams
     from headstart.inference.engine.judge import Judge, Text
 
 EVERY = 200
@@ -141,16 +140,6 @@ class Engine:
                 source.by_mode |= {sampled: Acceptance.from_json(stored) for sampled, stored in heads.measured.items()}
         self.spot_check = SpotCheck(heads.backbone, self.capturer)
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
-        self._beams: Beams | None = None
-
-    @property
-    def beams(self) -> Beams:
-        """The `Beams`, made when first asked for."""
-        if self._beams is None:
-            from headstart.inference.beam.beam import Beams
-
-            self._beams = Beams(self.reader, self.policy)
-        return self._beams
 
     @property
     def outdated(self) -> bool:

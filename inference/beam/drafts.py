@@ -1,19 +1,21 @@
-"""Drafts for the beams of some rows, ranked by beam score, and the choice of those that a pass verifies.
+"""Drafts for the beams of some rows, and the choice of those that a pass verifies.
 
 The sources are those of greedy decoding. A drafter keeps one state per beam, which is copied when beams branch; drafters that use the
 backbone's cache do not take part, because that cache has no row per beam. Only proposers that observe next-token distributions take part:
-beam search needs alternative tokens, and an n-gram proposer knows only continuations it has seen. Where a beam's last token has already
-been verified, its top-k tokens replace the drafts.
+beam search needs alternative tokens, and an n-gram proposer knows only continuations it has seen. After nodes that have been verified
+already, the backbone's own top-k tokens replace the drafts.
 
-The features of trie nodes, kept as long as the nodes, so that drafters can read them once a beam continues through them.
+The drafts of a depth are ranked by the score of the whole sequence, and a step needs all drafts up to the lowest-ranked of its new beams.
+With P_d(w) the probability that the first w drafts of depth d suffice, verifying w at each depth adds ``P_0(w) (1 + P_1(w) (1 + ...))``
+expected steps.
 
-Shape suffixes: B rows or batch, R beams of all rows or lists of nodes, W drafts of a beam and depth, N nodes, M most likely next tokens, P
-nodes of a list.
+Shape suffixes: D depths, W drafts of a depth, N nodes, V vocabulary, Y what is known after a token (see search.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,8 +23,8 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.inference.adaptive.latency import Costs
-from headstart.inference.beam.search import DEPTHS, Beam, Breadth, Plan
-from headstart.inference.beam.trie import TopK
+from headstart.inference.beam.search import Search
+from headstart.inference.beam.trie import BeamTrie
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import BEAM_WIDTH, TreeShape, padded_size
 from headstart.inference.policy import Policy
@@ -30,114 +32,136 @@ from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.levels import Level
 from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import DraftScoring
-from headstart.support.pytree import map_tensors
+from headstart.support.pytree import list_tensors, map_tensors
 
-
-class NodeFeatures:
-    """Features by row and node number."""
-
-    def __init__(self, like: Features) -> None:
-        """Start without nodes, with as many rows as these features have."""
-        self.features = map_tensors(lambda tensor: tensor[:, :0], like)
-        self.before: list[int] = []
-        """How many nodes each row had before the last `add`, whose nodes are stored from index ``longest`` on."""
-        self.longest = 0
-
-    def add(self, features: Features, before: list[int]) -> None:
-        """Add the features of each row's newly verified nodes, which are numbered from ``before[row]`` on."""
-        kept = self.features
-        taps = None
-        if kept.taps is not None and features.taps is not None:
-            taps = {tap: torch.cat([one, features.taps[tap]], 1) for tap, one in kept.taps.items()}
-        tokens, hidden = ((kept.tokens_BT, features.tokens_BT), (kept.hidden_BTD, features.hidden_BTD))
-        self.longest, self.before = kept.tokens_BT.shape[1], before
-        self.features = Features(torch.cat(tokens, 1), torch.cat(hidden, 1), taps)
-
-    def of(self, rows: list[int], nodes: list[list[int]]) -> Features:
-        """The features of each list of nodes, ``nodes[i]`` of row ``rows[i]``, right-padded."""
-        longest, device = max(map(len, nodes)), self.features.tokens_BT.device
-        indices = [[self._index(row, node) for node in one] + [0] * (longest - len(one)) for row, one in zip(rows, nodes, strict=True)]
-        counts_R1 = torch.tensor([len(one) for one in nodes], device=device)[:, None]
-        index_RP = torch.tensor(indices, dtype=torch.int64, device=device).view(len(rows), longest)
-        of_rows = self.features.rows(torch.tensor(rows, device=device))
-        return of_rows.gather(index_RP, torch.arange(longest, device=device) < counts_R1)
-
-    def keep(self, nodes: list[list[int]]) -> None:
-        """Keep only these nodes of each row and renumber them from 0."""
-        self.features = self.of(list(range(len(nodes))), nodes)
-
-    def select(self, rows: list[int]) -> None:
-        """Keep only these rows."""
-        self.features = self.features.rows(torch.tensor(rows, device=self.features.tokens_BT.device))
-
-    def _index(self, row: int, node: int) -> int:
-        return node if node < self.before[row] else self.longest + node - self.before[row]
-
-
-PLAN_INTERVAL = 8
-"""Passes between two plans when plans depend on measured times."""
+UNITS = 36
+"""Maximum number of drafts verified, in units of half the number of beams."""
+DEPTHS = 12
+"""Maximum number of depths drafted."""
+PRIOR, MISSES, DEEPER = 2.0, 1.2, 0.8
+"""A prior worth ``PRIOR`` steps: w drafts suffice with probability 1 - MISSES beams / w, times DEEPER for each further depth."""
+DECAY = 0.995
+"""Decay of the counts per pass, so that depths that were not drafted are retried."""
 MIN_TOTAL = -1e8
 """Paths with a lower total score are not drafted."""
 DRAFT_PART, HOST_PART = "beam search: a draft level", "beam search: steps"
 """Names of step parts in the cost model."""
 
-Path = tuple[int, tuple[int, ...]]
-"""The index of a beam, and the tokens drafted after its last token."""
+
+class Breadth:
+    """How often the first w drafts of depth d sufficed for a step, with so many beams; kept from call to call."""
+
+    def __init__(self, beams: int) -> None:
+        self.widths_W = max(1, beams // 2) * np.arange(1, UNITS + 1)
+        self.prior_DW = np.outer(DEEPER ** np.arange(DEPTHS), PRIOR * (1 - MISSES * beams / self.widths_W).clip(min=0))
+        self.hits_DW, self.seen_D1 = self.prior_DW.copy(), np.full((DEPTHS, 1), PRIOR)
+
+    def learn(self, depth: int, need: float) -> None:
+        """Record that a step needed the first ``need`` drafts of that depth; infinity: all of them did not suffice."""
+        self.seen_D1[depth] += 1
+        self.hits_DW[depth] += self.widths_W >= need
+
+    def fade(self) -> None:
+        """Decay the counts; called once per pass."""
+        self.hits_DW = self.prior_DW + DECAY * (self.hits_DW - self.prior_DW)
+        self.seen_D1 = PRIOR + DECAY * (self.seen_D1 - PRIOR)
+
+    def steps(self, depths: int, nodes: int) -> dict[tuple[int, int], float]:
+        """(depths, drafts verified at each) -> the steps that they are expected to add, of at most so many depths and nodes."""
+        steps_DW = (self.hits_DW / self.seen_D1).cumprod(0).cumsum(0)
+        plans = {(d + 1, int(w)): float(steps_DW[d, i]) for d in range(depths) for i, w in enumerate(self.widths_W) if (d + 1) * w <= nodes}
+        return {(0, 0): 0.0} | plans
 
 
-@dataclass(frozen=True)
-class RowBeams:
-    """The beams of one row, to draft for."""
+class Draft:
+    """A drafted token: its score given what precedes it, and the drafts that follow it, by token."""
 
-    beams: list[Beam]
-    prompt: list[int]
-    remaining: int
-    """Maximum number of depths to draft."""
-    known: list[dict[tuple[int, ...], TopK]]
-    """For each beam, the top k after its last token and after drafts that follow it, where they have been verified."""
+    def __init__(self, score: float = -math.inf) -> None:
+        self.score = score
+        self.below: dict[int, Draft] = {}
+
+    def add(self, token: int, score: float) -> Draft:
+        """The draft of that token behind this one, with the best of its scores."""
+        draft = self.below.setdefault(token, Draft())
+        draft.score = max(draft.score, score)
+        return draft
+
+
+class Row:
+    """A prompt being continued, after ``pads`` positions of padding."""
+
+    def __init__(self, number: int, pads: int, search: Search) -> None:
+        self.number, self.pads, self.search, self.trie = number, pads, search, BeamTrie(search.prompt - pads)
+        self.place = search.rows.index(number)
+        self.last = [-1] * search.rules.beams
+        """For each beam, the node of its second-to-last token, which is verified (-1: the last shared token)."""
+        self.nodes: list[int] = []
+        """For each beam, the node of its last token."""
+        self.origins: list[int] = []
+        """For each beam, the one that it continued in the steps of this pass."""
+        self.steps = self.remaining = 0
+        """The steps of this pass, and the maximum number of depths to draft for the next."""
+        self.ranks: list[dict[tuple[int, int], int]] = []
+        """By depth, the ranks of the drafts behind what was verified, by parent and token."""
 
     @property
-    def fresh(self) -> bool:
-        """True if ``known`` is empty for every beam."""
-        return not any(self.known)
+    def newest(self) -> list[int]:
+        """The last token of each beam."""
+        return list(self.search.running.ids_BKT[self.place, :, -1].tolist())
+
+    @property
+    def known(self) -> list[Tensor | None]:
+        """For each beam, the processed log-probabilities ``[V]`` after its last token if it was verified before."""
+        return [self.trie.after[node][0] if node < self.trie.verified else None for node in self.nodes]
+
+    def choose(self, drafts: list[Draft], depths: int, width: int) -> None:
+        """Add the best drafts of each depth by total score to the trie. ``drafts``: those behind each beam."""
+        level = list(zip(self.search.running.scores_BK[self.place].tolist(), self.nodes, drafts, strict=True))
+        for _ in range(depths):
+            found = []
+            for above, node, draft in level:
+                if node < self.trie.verified:
+                    _replace(draft, self.trie.after[node][0], self.search.rules.candidates)
+                totals = ((above + one.score, node, token, one) for token, one in draft.below.items())
+                found += [one for one in totals if one[0] > MIN_TOTAL]
+            found.sort(key=lambda one: -one[0])
+            self.ranks.append({(node, token): rank for rank, (_, node, token, _) in enumerate(found)})
+            level = [(total, self.trie.add(node, token), one) for total, node, token, one in found[:width]]
+
+    def follow(self, breadth: Breadth) -> bool:
+        """Take note of a step of the search; returns True if the last tokens of its beams have been verified too."""
+        origins = (self.search.running.origins_BKP[self.place, :, -1] % len(self.nodes)).tolist()  # numbered over all rows of the search
+        self.last, self.origins = [self.nodes[beam] for beam in origins], [self.origins[beam] for beam in origins]
+        added = list(zip(self.last, self.newest, strict=True))
+        if self.steps < len(self.ranks):
+            breadth.learn(self.steps, 1 + max(self.ranks[self.steps].get(one, math.inf) for one in added))
+        self.steps += 1
+        self.nodes = [self.trie.nodes[one] for one in added if one in self.trie.nodes]
+        return len(self.nodes) == len(added)
+
+    def keep(self) -> list[int]:
+        """Keep the nodes of the new beams alone; returns their old numbers."""
+        kept, self.last = self.trie.keep(self.last, self.newest)
+        return kept
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """The drafts of one row: the rank of each by depth, and those chosen for verification, parents before children."""
-
-    ranks: list[dict[Path, int]]
-    chosen: list[Path]
-    breadth: Breadth | None = None
-    """Updated with the ranks that turned out to be needed."""
-
-    def learn(self, depth: int, paths: list[Path]) -> None:
-        """Record the paths of the new beams at that depth."""
-        if self.breadth is not None and depth < len(self.ranks):
-            ranks = [self.ranks[depth].get(path) for path in paths]
-            self.breadth.learn(depth, None if None in ranks else 1 + max(rank for rank in ranks if rank is not None))
+def _replace(draft: Draft, scores_V: Tensor, count: int) -> None:
+    """Let the most likely tokens take the place of what was drafted behind this draft; what was drafted behind them stays."""
+    best, drafted = scores_V.topk(min(count, len(scores_V))), draft.below
+    draft.below = {}
+    for token, score in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        draft.add(token, score).below = drafted[token].below if token in drafted else {}
 
 
 class Drafting:
-    """Drafts for one call. The rows of the drafters' states are beams: all beams of the first row, then those of the second, ...
+    """Drafts for one call. The rows of the drafters' states are beams: all beams of the first row, then those of the second, ..."""
 
-    ``breadths``: one for rows without known top-k tokens, one for rows with some (`RowBeams.fresh`).
-    """
-
-    def __init__(self, policy: Policy, breadths: tuple[Breadth, Breadth], shape: TreeShape | None) -> None:
-        self.policy, self.breadths, self.shape = policy, breadths, shape
-        self.beams = breadths[0].beams
-        self.width = shape.width if shape is not None else max(BEAM_WIDTH, 2 * self.beams)
+    def __init__(self, policy: Policy, beams: int, breadth: Breadth, shape: TreeShape | None) -> None:
+        self.beams, self.breadth, self.shape = beams, breadth, shape
+        self.width = shape.width if shape is not None else max(BEAM_WIDTH, 2 * beams)
         self.drafters = [source for source in policy.of_kind(DrafterSource) if source.own_cache]
         self.observing = [source for source in policy.of_kind(ProposerSource) if source.observe_top_k]
         self.deepest = max([0, *(source.depth_of(shape) for source in self.drafters), *([DEPTHS] if self.observing else [])])
-        self.observe_top_k = max((source.observe_top_k for source in self.observing), default=0)
-        self.features: NodeFeatures
-        """The features of verified nodes, read by drafters."""
-        self.passes = 0
-        self.plans = (Plan((), 0.0), Plan((), 0.0))
-
-    # The beams.
 
     def start(self, features: Features) -> None:
         """Start new rows from the features of their prompts."""
@@ -146,149 +170,81 @@ class Drafting:
             source.join([], [], features)
             source.catch_up(features.tokens_BT.shape[1])
             source.select(rows)
-        if self.drafters:
-            self.features = NodeFeatures(features)
 
-    def add(self, features: Features, verified: list[int]) -> None:
-        """Add the features of the nodes just verified; ``verified``: how many verified nodes each row had before."""
+    def follow(self, rows: list[Row]) -> None:
+        """Replace the beams by those that the rows' steps have led to."""
         if self.drafters:
-            self.features.add(features, verified)
-
-    def follow(self, origins: list[int], rows: list[int], nodes: list[list[int]]) -> None:
-        """Replace the beams: new beam i continues beam ``origins[i]`` by the nodes ``nodes[i]`` of row ``rows[i]``."""
-        if self.drafters:
-            features = self.features.of(rows, nodes)
+            longest = max(row.steps for row in rows)
+            parts = [row.trie.along([row.trie.path(node)[-row.steps :] for node in row.last], longest) for row in rows]
+            columns = zip(*map(list_tensors, parts), strict=True)
+            features = map_tensors(lambda _: torch.cat(next(columns)), parts[0])
             for source in self.drafters:
-                source.select(origins)
+                source.select([b * self.beams + beam for b, row in enumerate(rows) for beam in row.origins])
                 source.append(features)
-
-    def keep(self, nodes: list[list[int]]) -> None:
-        """Keep only these nodes of each row and renumber them from 0."""
-        if self.drafters:
-            self.features.keep(nodes)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""
         for source in self.drafters:
             source.select([row * self.beams + beam for row in rows for beam in range(self.beams)])
-        if self.drafters and rows:
-            self.features.select(rows)
 
-    def observe(self, tokens: list[int], top_tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Pass the token of each verified node and its most likely next tokens ``[N, M]`` to the proposers."""
+    def observe(self, tokens: list[int], after_NYV: Tensor) -> None:
+        """Pass the tokens of verified nodes and the most likely next tokens to the proposers."""
         for source in self.observing:
-            source.observe(tokens, top_tokens[:, : source.observe_top_k].tolist(), logprobs[:, : source.observe_top_k].tolist())
+            best = after_NYV[: len(tokens), 0].topk(min(source.observe_top_k, after_NYV.shape[-1]))
+            source.observe(tokens, best.indices.tolist(), best.values.tolist())
 
-    # Planning.
-
-    def draft(self, rows: list[RowBeams], costs: Costs) -> list[Drafts]:
-        """Draft for the beams of each row."""
-        if not self.deepest:
-            return [Drafts([], []) for _ in rows]
+    def draft(self, rows: list[Row], costs: Costs) -> None:
+        """Add drafts for the beams of each row to its trie."""
         with Stopwatch() as watch:
-            self._plan(rows, costs)
-            plans = [self.plans[not row.fresh] for row in rows]
-            deepest = max(len(plan.widths) for plan in plans)
-            if not deepest:
-                return [Drafts([], []) for _ in rows]
-            scores: list[dict[tuple[int, ...], float]] = [{} for row in rows for _ in row.beams]
-            self._propose(rows, deepest, scores)
-            longest = max(len(row.prompt) + len(row.beams[0].tokens) for row in rows)
-            for source in self.drafters:
-                source.prepare(longest, self.width, None, source.depth_of(self.shape))
-                self._grow(source, rows, deepest, scores)
-            K = self.beams
-            drafts = [self._rank(row, scores[b * K : (b + 1) * K], plans[b]) for b, row in enumerate(rows)]
-        if watch.valid:
-            costs.add(DRAFT_PART, len(rows), 1, watch.seconds / deepest)
-        return drafts
+            depths, width = self._plan(rows, costs)
+            drafts = self._drafts(rows, depths) if depths else []
+            for b, row in enumerate(rows):
+                row.ranks = []
+                if depths:
+                    row.choose(drafts[b * self.beams : (b + 1) * self.beams], min(depths, row.remaining), width)
+        if watch.valid and depths:
+            costs.add(DRAFT_PART, len(rows), 1, watch.seconds / depths)
 
-    def _plan(self, rows: list[RowBeams], costs: Costs) -> None:
-        """Choose how many drafts to verify at each depth: the fastest plan by measured times, or the largest that the shape allows."""
-        remaining = max(row.remaining for row in rows)
-        for breadth in self.breadths:
-            breadth.fade()
-        self.passes += 1
-        if self.shape is not None or self.passes % PLAN_INTERVAL == 1 or max(len(plan.widths) for plan in self.plans) > remaining:
-            fresh, known = (self._best_plan(breadth, len(rows), remaining, costs) for breadth in self.breadths)
-            self.plans = (fresh, known)
+    def _plan(self, rows: list[Row], costs: Costs) -> tuple[int, int]:
+        """How many depths to draft and how many drafts of each to verify: the fastest, or the best within the shape."""
+        shape, breadth, deepest = self.shape, self.breadth, min(self.deepest, max(row.remaining for row in rows))
+        breadth.fade()
+        if shape is not None:
+            plans = breadth.steps(min(shape.depth or deepest, deepest), shape.nodes - self.beams)
+            return max(plans, key=plans.__getitem__)
+        plans = breadth.steps(deepest, int(breadth.widths_W[-1]))
+        sizes = {plan: padded_size(self.beams + plan[0] * plan[1]) for plan in plans}
+        passes = costs.of_passes(len(rows), sorted({*sizes.values()}))
+        drafting, host = (costs.of_part(part, len(rows), 1) or 0.0 for part in (DRAFT_PART, HOST_PART))
+        return max(plans, key=lambda plan: (1 + plans[plan]) / (passes[sizes[plan]] + plan[0] * drafting + host))
 
-    def _best_plan(self, breadth: Breadth, rows: int, remaining: int, costs: Costs) -> Plan:
-        if self.shape is not None:
-            units = min((self.shape.nodes - self.beams) // breadth.unit, len(breadth.widths) - 1)
-            deepest = min(self.shape.depth or self.deepest, self.deepest, remaining)
-            return breadth.plans(deepest)[units] if units > 0 else Plan((), 0.0)
-        candidates = breadth.plans(min(self.deepest, remaining))
-        plans = {padded_size(self.beams + sum(plan.widths)): plan for plan in candidates}  # the best plan of each size
-        drafting, host = (costs.of_part(part, rows, 1) or 0.0 for part in (DRAFT_PART, HOST_PART))
-        seconds = {nodes: costs.of_pass(rows, nodes) + len(plan.widths) * drafting + host for nodes, plan in plans.items()}
-        return max(plans.items(), key=lambda one: (1 + one[1].steps) / seconds[one[0]])[1]
-
-    # The drafts.
-
-    def _propose(self, rows: list[RowBeams], deepest: int, scores: list[dict[tuple[int, ...], float]]) -> None:
-        sequences = [row.prompt + beam.tokens for row in rows for beam in row.beams] if self.observing else []
-        for source in self.observing:
-            for slot, (tokens, known) in enumerate(zip(sequences, scores, strict=True)):
-                proposed = source.propose_after(slot, tokens, deepest)
-                paths: list[tuple[int, ...]] = []
+    def _drafts(self, rows: list[Row], deepest: int) -> list[Draft]:
+        """What the sources draft behind each beam."""
+        roots, known = [Draft() for row in rows for _ in row.nodes], [after_V for row in rows for after_V in row.known]
+        for proposer in self.observing:
+            texts = [text[row.pads :] for row in rows for text in row.search.running.ids_BKT[row.place].tolist()]
+            for slot, (root, text) in enumerate(zip(roots, texts, strict=True)):
+                proposed, found = proposer.propose_after(slot, text, deepest), [root]
                 for token, parent, score in zip(proposed.tokens, proposed.parents, proposed.scores, strict=True):
-                    paths.append((*(paths[parent] if parent >= 0 else ()), token))
-                    known[paths[-1]] = max(score, known.get(paths[-1], score))
-
-    def _grow(self, source: DrafterSource, rows: list[RowBeams], deepest: int, scores: list[dict[tuple[int, ...], float]]) -> None:
-        """Run a drafter level by level."""
-        level = source.roots([beam.tokens[-1] for row in rows for beam in row.beams])
-        paths: list[list[tuple[int, ...]]] = [[()] for _ in scores]
-        for depth in range(min(deepest, source.depth_of(self.shape))):
-            level = source.step(depth, level, self.width, DraftScoring())
-            if not depth:
-                level = _corrected(level, [known.get(()) for row in rows for known in row.known])
-            drafted = zip(level.tokens_BW.tolist(), level.parents_BW.tolist(), level.scores_BW.tolist(), strict=True)
-            for beam, (known, (tokens, parents, values)) in enumerate(zip(scores, drafted, strict=True)):
-                paths[beam] = [(*paths[beam][parent], token) for parent, token in zip(parents, tokens, strict=True)]
-                for path, value in zip(paths[beam], values, strict=True):
-                    known[path] = max(value, known.get(path, value))
-
-    def _rank(self, row: RowBeams, scores: list[dict[tuple[int, ...], float]], plan: Plan) -> Drafts:
-        """Rank a row's drafts at each depth by total score and choose the planned number among those whose parents are chosen."""
-        levels: list[list[tuple[float, Path]]] = [[] for _ in plan.widths[: row.remaining]]
-        for number, (beam, known, drafted) in enumerate(zip(row.beams, row.known, scores, strict=True)):
-            own = {path: score for path, score in drafted.items() if path[:-1] not in known}
-            for above, top in known.items():
-                own |= {(*above, token): value for token, value in zip(top.tokens_M.tolist(), top.logprobs_M.tolist(), strict=True)}
-            totals: dict[tuple[int, ...], float] = {(): float(beam.score)}
-            for path in sorted(own, key=len):
-                total = totals.get(path[:-1], MIN_TOTAL) + own[path]
-                if len(path) <= len(levels) and total > MIN_TOTAL:
-                    totals[path] = total
-                    levels[len(path) - 1].append((total, (number, path)))
-        ranks: list[dict[Path, int]] = []
-        verified: set[Path] = {(number, ()) for number in range(len(row.beams))}
-        chosen: list[Path] = []
-        for level, width in zip(levels, plan.widths, strict=False):
-            level.sort(key=lambda one: -one[0])
-            ranks.append({path: rank for rank, (_, path) in enumerate(level)})
-            able = [(number, path) for _, (number, path) in level if (number, path[:-1]) in verified][:width]
-            verified.update(able)
-            chosen += able
-        return Drafts(ranks, chosen, self.breadths[not row.fresh])
+                    found.append(found[parent + 1].add(token, score))
+        longest = max(row.search.length - row.pads for row in rows)
+        for source in self.drafters:
+            source.prepare(longest, self.width, None, source.depth_of(self.shape))
+            level, above = source.roots([row.trie.tokens[node] for row in rows for node in row.nodes]), [[root] for root in roots]
+            for depth in range(min(deepest, source.depth_of(self.shape))):
+                drafted = source.step(depth, level, self.width, DraftScoring())
+                level = drafted if depth else _corrected(drafted, known)
+                values = (value_BW.tolist() for value_BW in (level.tokens_BW, level.parents_BW, level.scores_BW))
+                for beam, (nodes, *of_beam) in enumerate(zip(above, *values, strict=True)):
+                    above[beam] = [nodes[parent].add(token, score) for token, parent, score in zip(*of_beam, strict=True)]
+        return roots
 
 
-def _corrected(level: Level, known: list[TopK | None]) -> Level:
-    """The drafts of depth 0, replaced by the backbone's own top k for the beams where it is known."""
-    beams = [beam for beam, one in enumerate(known) if one is not None]
-    if not beams:
-        return level
-    W, device = level.tokens_BW.shape[1], level.tokens_BW.device
-
-    def replaced(drafted_BW: Tensor, exact: list[np.ndarray], fill: float) -> Tensor:
-        rows = np.full((len(exact), W), fill)
-        for row, one_M in zip(rows, exact, strict=True):
-            row[: len(one_M)] = one_M[:W]
-        return drafted_BW.index_copy(0, torch.tensor(beams, device=device), torch.from_numpy(rows).to(drafted_BW))
-
-    tokens = [one.tokens_M for one in known if one is not None]
-    logprobs = [one.logprobs_M for one in known if one is not None]
-    scores_BW, totals_BW = replaced(level.scores_BW, logprobs, 10 * MIN_TOTAL), replaced(level.totals_BW, logprobs, 10 * MIN_TOTAL)
-    return replace(level, tokens_BW=replaced(level.tokens_BW, tokens, 0), scores_BW=scores_BW, totals_BW=totals_BW)
+def _corrected(level: Level, known: list[Tensor | None]) -> Level:
+    """The drafts of depth 0, replaced by the most likely tokens for the beams where these are known."""
+    tokens_BW, scores_BW, totals_BW = level.tokens_BW.clone(), level.scores_BW.clone(), level.totals_BW.clone()
+    for beam, after_V in enumerate(known):
+        if after_V is not None:
+            scores_BW[beam], tokens_BW[beam] = after_V.topk(tokens_BW.shape[1])
+            totals_BW[beam] = scores_BW[beam]
+    return replace(level, tokens_BW=tokens_BW, scores_BW=scores_BW, totals_BW=totals_BW)
