@@ -91,7 +91,8 @@ FAULTS = (
     Fault("a row's own criteria are not asked", "inference/engine/texts.py", "if not self.request.in_steps and self.request.criteria:",
           "if self.request.in_steps and self.request.criteria:", "inference/test_users_objects.py inference/test_generate.py"),
     Fault("a beam's length penalty", "inference/beam/search.py",
-          "totals_C / length**rules", "totals_C / (length + 1) ** rules", "inference/test_beam.py"),
+          "*(rules.beams, self.length, self.prompt, penalty, early)", "*(rules.beams, self.length + 1, self.prompt, penalty, early)",
+          "inference/test_beam.py"),
     # what users read
     Fault("a bound of recipes is not said", "headstart/support/config.py",
           "if isinstance(rule, Le)]", "if isinstance(rule, Lt)]", "headstart/test_config.py"),

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 274, "lines": 37_600, "lines of code": 26_360}
+LIMITS = {"files": 273, "lines": 36_780, "lines of code": 25_780}
 PLUGIN_LIMITS = {"files": 21, "lines": 2_685, "lines of code": 1_956}
 TEST_LIMITS = {"lines": 37_160, "setattr": 122, "setattr of a private name": 3}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took."""
-IMPORTED = 103
+IMPORTED = 102
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 DEFAULT = {"frames": 10, "folders": 14}
 """From ``main`` to the pass that drafts, with the default flags: calls, and the folders of which functions have run by then."""
@@ -29,7 +29,7 @@ def test_the_size_of_the_tests() -> None:
 
 
 def test_what_generate_imports() -> None:
-    imported = generate(ROOT)["imported"]
+    imported = [file for file in generate(ROOT)["imported"] if not file.startswith(PLUGIN)]
     assert len(imported) > 40 and len(imported) <= IMPORTED, "\n".join(imported)
 
 
