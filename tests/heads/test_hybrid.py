@@ -186,9 +186,9 @@ def test_states_after_paths_are_kept_are_those_of_a_fresh_read() -> None:
     reader, _, cache = read_prompts(on, rows)
     for seed in range(3):
         tree = random_tree(9, VOCAB, seed=seed)
-        reader.tree(cache, tree)
+        *_, added = reader.tree(cache, tree)
         paths = [lines(tree, row, len(parents) - 1) for row, parents in enumerate(tree.parents)]
-        cache.keep(paths, [len(path) for path in paths])
+        cache.keep(paths, added)
         rows = [torch.cat([text, torch.tensor(tree.tokens[row])[paths[row]]]) for row, text in enumerate(rows)]
         for row, text in enumerate(rows):
             for one, other in zip(list_tensors(cache.states), list_tensors(read_prompts(on, [text])[2].states), strict=True):

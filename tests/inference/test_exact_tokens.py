@@ -18,7 +18,7 @@ from headstart.chat.conversation import Chat
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.stream import Ended, Prompt, Queue, Step
+from headstart.inference.stream import Ended, Progress, Prompt, Queue
 from headstart.support.errors import UserError
 from headstart.training.data.data import load_data, make_samples
 from headstart.training.recipe.recipe import Data, load_recipe
@@ -121,9 +121,9 @@ def test_an_answer_on_channels_of_special_tokens_is_kept(tmp_path: Path, monkeyp
     tokenizer = load_tokenizer(str(model))
     says = tokenizer(SAYS, add_special_tokens=False)["input_ids"]
 
-    def says_it(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Queue) -> Iterator[Step]:
+    def says_it(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Queue) -> Iterator[Progress]:
         while (prompt := take()) is not None:
-            yield Step([(prompt, len(says))], [Ended(prompt, says)], None)
+            yield Progress([(prompt, len(says))], [Ended(prompt, says)], None)
 
     monkeypatch.setattr("headstart.training.regenerate.in_process.stream", says_it)
     questions = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "x"}] * 2

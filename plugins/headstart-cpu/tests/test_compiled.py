@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say, tiny
-from headstart_cpu import kernels, loaded, store, workers
+from headstart_cpu import kernels, store, workers
 from headstart_cpu.compile_model import compile_model
-from headstart_cpu.compiled_pass import BEGUN
+from headstart_cpu.compiled_pass import BEGUN, Loaded
 from headstart_cpu.fakes import EXAMPLES
 from headstart_cpu.program import Program
 from headstart_cpu.sizes import hold, sizes_named
@@ -194,9 +194,9 @@ def test_weights_that_change_are_packed_again() -> None:
 def test_where_it_computes_otherwise_decoding_goes_on_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on, rows, run = in_bf16(), left_padded(prompts([9])), loaded.Loaded.__call__
+    on, rows, run = in_bf16(), left_padded(prompts([9])), Loaded.__call__
     expected = say(SpeculativeModel(on, capture="off"), rows, max_new_tokens=12)
-    monkeypatch.setattr(loaded.Loaded, "__call__", lambda self, tensors: [-one for one in run(self, tensors)])
+    monkeypatch.setattr(Loaded, "__call__", lambda self, tensors: [-one for one in run(self, tensors)])
     heads, line = SpeculativeModel(on, capture="compile"), "what compiled layers compute differs from what the model does"
     assert torch.equal(say(heads, rows, max_new_tokens=12), expected)
     assert [line in record.message for record in caplog.records].count(True) == 1, caplog.messages

@@ -123,7 +123,7 @@ def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.Monk
     assert MAX_PROPOSER_ROWS > 8, "those of regenerate.batch_size"
     drafted: list[int] = []
     draft = ProposerSource.draft
-    monkeypatch.setattr(ProposerSource, "draft", lambda self, one, depths: (drafted.append(len(one.pools)), draft(self, one, depths))[1])
+    monkeypatch.setattr(ProposerSource, "draft", lambda self, rows, *of: (drafted.append(len(rows.roots)), draft(self, rows, *of))[1])
     assert ask(dialogues(20), *SAMPLED) == 0
     assert drafted and max(drafted) <= 4, "they do again for the last rows"
 
