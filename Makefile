@@ -51,9 +51,9 @@ $(INSTALLED): pyproject.toml plugins/headstart-cpu/pyproject.toml constraints.tx
 # Traced: compiling takes about as long as all the rest.
 demo: $(INSTALLED)
 	rm -rf out/demo
-	@echo "== 1 of 2, train: EAGLE-3 for the small model that ships, 100 steps, two to three minutes on two idle cores"
+	@echo "== 1 of 2, train: EAGLE-3 for the small model that ships, 100 steps, some three minutes on two idle cores"
 	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml train.steps=100 save.dir=out/demo/eagle3
-	@echo "== 2 of 2, bench: these heads and two that ship, 6 held-out prompts in three rounds, two to three minutes on two idle cores"
+	@echo "== 2 of 2, bench: these heads and two that ship, 6 held-out prompts in three rounds, some three minutes on two idle cores"
 	$(BIN)/headstart bench --heads embedded embedded-mlp out/demo/eagle3 --prompts recipes/quickstart/prompts.jsonl --limit 6 \
 	  --temperature 0 1 --max-new-tokens 44 --threads 2 --capture trace \
 	  --json out/demo/report.json --html out/demo/report.html
