@@ -37,7 +37,7 @@ PR_SET_PDEATHSIG = 1
 PART, LEAST, MOST = 128, 1024, 16
 """Items of a part; items for which another process pays; processes that are started unless more are asked for."""
 _work: list[Callable[[range], Any]] = []
-"""What the processes do: forks inherit it, so that it may be any function."""
+"""What this process does, if it is one of several."""
 
 
 def in_parts(work: Callable[[range], T], items: int, processes: int | None = None) -> Iterator[T]:
@@ -51,14 +51,11 @@ def in_parts(work: Callable[[range], T], items: int, processes: int | None = Non
     if count < 2 or sys.platform != "linux" or current_process().daemon:  # elsewhere a fork is not safe, and a daemon may have none
         yield from map(work, parts)
         return
-    _work[:] = [work]
     try:
-        with ProcessPoolExecutor(count, get_context("fork"), _begin) as pool:
+        with ProcessPoolExecutor(count, get_context("fork"), _begin, (work,)) as pool:
             yield from pool.map(_do, parts)
     except BrokenProcessPool as error:
         raise UserError(f"a process that tokenises has ended ({cause(error)}); give it more memory, or set data.processes=1") from None
-    finally:
-        _work.clear()
 
 
 def free_cpus() -> int:
@@ -68,7 +65,8 @@ def free_cpus() -> int:
     return max(1, min(usable - waiting, MOST))
 
 
-def _begin() -> None:
+def _begin(work: Callable[[range], Any]) -> None:
+    _work.append(work)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says in one line that it was interrupted
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would wait for ever for a killed parent to send it work
