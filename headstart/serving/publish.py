@@ -58,9 +58,10 @@ class Request:
 
 def publish(request: Request) -> str:
     """Upload the heads, or write the folder; returns where they are. Raises UserError before anything is written, or if the hub refuses."""
-    for what, repo in (("repository", request.repo), ("--base-model", request.base_model)):
+    given = {"repository": request.repo} | ({} if request.base_model is None else {"--base-model": request.base_model})
+    for what, repo in given.items():
         try:
-            validate_repo_id(repo or "a/b")
+            validate_repo_id(repo)
         except ValueError as error:
             raise UserError(f"{what} {repo!r} is not a repository's name ({' '.join(str(error).split())}); give USER/NAME") from None
     heads = read_heads(request)

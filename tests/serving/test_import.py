@@ -241,6 +241,7 @@ def test_measured_acceptance_decides_which_state_is_fed_back(repeating: Backbone
     assert ("norm_output, as of SpecForge, is of the output layer's input alone" in report["verdict"][1]) == specforge
     first, second = (one["tau"] for one in report["readings"])
     assert first > second + 0.5 if specforge else first == second
+    assert len(imported(folder, Path(repeating.name), repeating, tmp_path / "stated", counting="stated")["readings"]) == 1
     (folder / PROVENANCE).write_text("{}")  # what Headstart has exported is read as engines do
     exported = imported(folder, Path(repeating.name), repeating, tmp_path / "again", counting="hs")
     assert exported["arguments"]["norm_output"] and len(exported["readings"]) == 1

@@ -233,7 +233,8 @@ def test_what_the_hub_refuses(heads, monkeypatch, capsys, error, message):
 
 
 def test_what_cannot_be_published(heads, tmp_path, capsys):
-    assert "repository 'me/x/y' is not a repository's name" in refused(capsys, heads, "me/x/y")
+    for repo in ("me/x/y", ""):
+        assert f"repository {repo!r} is not a repository's name" in refused(capsys, heads, repo)
     assert "--base-model 'a b' is not" in refused(capsys, heads, "me/x", "--base-model", "a b")
     assert "no folder at" in refused(capsys, tmp_path / "none", "me/x")
     assert "is not a checkpoint" in refused(capsys, tmp_path, "me/x")

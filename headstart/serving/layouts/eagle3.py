@@ -53,7 +53,7 @@ class Eagle3(Layout):
 
     def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
         heads = self.of(files, files.config, backbone, tap_choices(files.config, backbone.num_layers, counting, files.path))
-        if heads.arguments["norm_output"]:
+        if heads.arguments["norm_output"] and counting != "stated":
             heads.open.append(STATES)
         return heads
 
