@@ -21,7 +21,6 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.chat.conversation import Chat
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import Evaluation, frozen
-from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import AGAIN, METADATA, chat_of, load_drafter, read_metadata
 from headstart.inference.adaptive.acceptance import Acceptance
@@ -151,7 +150,7 @@ class SpeculativeModel:
         """
         if not self._loaded:
             raise UserError("these heads were unloaded; load them again")
-        require_same_model(self.backbone, model)
+        self.backbone.require_same(model)
         streamer = handed_streamer(model) if streamer is None else streamer
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         require_sides(request, self.backbone)

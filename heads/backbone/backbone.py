@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from headstart.heads.backbone import probes
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
 from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
@@ -22,25 +23,20 @@ from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
-from headstart.heads.backbone.model_config import Attention, attention_kernel, from_gguf, load_config, load_error
-from headstart.heads.backbone.probes import base_of, decoder_layers, probe, width_of
+from headstart.heads.backbone.model_config import Attention, attention_kernel, from_gguf, load_config, loading
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
-from headstart.heads.backbone.recurrent import Recurrent
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
 from headstart.heads.backbone.versions import cache_argument, say_untested
 from headstart.support.errors import UserError, waiting
-from headstart.support.hub import reaching
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
 class Backbone:
-    """A causal language model with `embed`, `readout` and `read`. The model stays the caller's, as it was after each of these.
-
-    It is not trained, but for the adapter of a ``PeftModel`` with ``trainable``.
-    """
+    """A frozen causal language model with `embed`, `readout` and `read`, after each of which it is as it was; ``trainable``: its adapter is
+    trained."""
 
     whole = True
     """The layers are in memory."""
@@ -62,32 +58,46 @@ class Backbone:
         self.config = model.config.get_text_config()
         if model.config.is_encoder_decoder:
             raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
-        self.base: nn.Module = base_of(model)
+        self.base: nn.Module = probes.base_of(model)
         self._cache = cache_argument(self.base)
         self.embed: Any = model.get_input_embeddings()
         self.unembed: Any = model.get_output_embeddings()
-        self.dim: int = width_of(self)
+        self.dim: int = probes.width_of(model)
         self.vocab: int = self.unembed.weight.shape[0]
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int | None = (stated := self.config.to_dict()).get("max_position_embeddings") or stated.get("n_positions")
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
-        self.layers = decoder_layers(model, self.num_layers)
-        self.windows: dict[str, int | None] = {}
-        self.recurrent: Recurrent | None = None
-        """The layers that keep a recurrent state instead of keys and values; None if there are none."""
-        self.postprocess: Callable[[Tensor], Tensor]
-        self.refusal: str | None
-        """Why its trees cannot be verified, so that heads are trained and exported only; None if they can."""
+        self.layers = probes.decoder_layers(model, self.num_layers)
+        self.windows, self.recurrent, self.refusal = probes.layer_kinds(model, self.layers)
+        """Windows of attention layers by kind; layers with a recurrent state instead of keys and values (None: there are none); and why
+        trees cannot be verified, so that heads are trained and exported only (None: they can)."""
         self.forward = vars(model).get("forward")
         with self.evaluation():
-            self._probe(trees)
+            self._probe()
+        if trees and self.refusal is not None:
+            raise UserError(self.refusal)
         if trainable:
             self._unfreeze()
 
-    def _probe(self, trees: bool) -> None:
-        """Find out how the model attends and makes its logits."""
-        probe(self, trees)
+    def _probe(self) -> None:
+        """Find out how the model makes its logits, and whether it follows masks."""
+        probes.require_weights(self.model)
+        self.postprocess = probes.find_postprocessing(self.model)
+        self.dependence = probes.find_dependence(self.model)
+        if self.refusal is None:
+            tokens_1N = torch.arange(min(24, self.max_positions or 24), device=self.device)[None] % self.vocab
+            alike = self.dependence is None
+            self.refusal = probes.mask_refusal(self.model, self.read, tokens_1N, self.windows, self.recurrent, alike)
+
+    def require_same(self, model: PreTrainedModel) -> None:
+        """Raise UserError unless ``model``, whose ``generate`` was called, is this one and makes its logits as when it was loaded."""
+        if model is not self.model:
+            raise UserError(f"these heads are on another model object ({self.name}); load them with backbone=this model")
+        probes.require_same_parts(model, (self.base, self.embed, self.unembed), self.vocab)
+        if (forward := vars(model).get("forward")) is not self.forward:
+            with self.evaluation():
+                self.postprocess, self.forward = probes.find_postprocessing(model), forward
 
     def _unfreeze(self) -> None:
         if self.adapter is None:
@@ -124,8 +134,7 @@ class Backbone:
         if digest is None:
             self._heads_without_adapter = checkpoint
         elif self.adapter is None:
-            if self._heads_without_adapter is not None:
-                others = self._heads_without_adapter
+            if (others := self._heads_without_adapter) is not None:
                 raise UserError(f"{checkpoint} brings an adapter, {others} on the same backbone has none: load one of them")
             self.attach(str(folder))
             if self.adapter_digest != digest:
@@ -265,18 +274,13 @@ def load_backbone(
     config, gguf = load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)
     source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
     kind = loaded_dtype(dtype, config, on)
-    try:
-        with reaching(path), waiting(f"loading {path}"), nullcontext() if gguf is None else from_gguf(gguf, kind, config):
-            model, report = AutoModelForCausalLM.from_pretrained(
-                **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
-                attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
-            )  # fmt: skip
-        if lacking := sorted(report["missing_keys"]):
-            raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
-    except (UserError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # what transformers raises for a damaged folder depends on the model and on the damage
-        raise load_error("backbone", path, error) from error
+    with loading("backbone", path), waiting(f"loading {path}"), nullcontext() if gguf is None else from_gguf(gguf, kind, config):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
+            attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
+        )  # fmt: skip
+    if lacking := sorted(report["missing_keys"]):
+        raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
     if gguf is not None:
         gguf.describe_in(model, path)
     backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False), trees=False)
@@ -286,15 +290,10 @@ def load_backbone(
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a backbone's tokenizer. Raises UserError if there is none."""
-    try:
-        with reaching(path), waiting(f"loading the tokenizer of {path}"):
-            if (gguf := find_gguf(path)) is None:
-                return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
-            from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer  # here, since few backbones are such files
+    with loading("tokenizer", path), waiting(f"loading the tokenizer of {path}"):
+        if (gguf := find_gguf(path)) is None:
+            return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+        from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer  # here, since few backbones are such files
 
-            with quick_reader():
-                return gguf_tokenizer(gguf) or AutoTokenizer.from_pretrained(**gguf.arguments)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # as with models: what is raised depends on the tokenizer and on the damage
-        raise load_error("tokenizer", path, error) from error
+        with quick_reader():
+            return gguf_tokenizer(gguf) or AutoTokenizer.from_pretrained(**gguf.arguments)

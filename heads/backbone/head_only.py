@@ -10,7 +10,6 @@ Shape suffixes: B batch, T positions, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.hooks import replaced_forward
 from headstart.heads.backbone.model_config import empty_model, load_config
-from headstart.heads.backbone.probes import decoder_of, find_postprocessing, layer_kinds, refusal_of
+from headstart.heads.backbone.probes import decoder_of, find_postprocessing
 from headstart.heads.backbone.quantization import INTEGERS, loaded_dtype, quantizing
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.backbone.weight_files import WeightFiles
@@ -44,10 +43,10 @@ class HeadOnlyBackbone(Backbone):
         self.files = files
         self.reader: Reader | None = None
         """What `read` returns, for the start values of fresh heads."""
-        super().__init__(model)
+        super().__init__(model, trees=False)
         self.norm = final_norm(self.model)
 
-    def _probe(self, trees: bool) -> None:
+    def _probe(self) -> None:
         """Find out how logits are made: the layers have no part in that, and other states stand in for theirs."""
         rows_TD = self.unembed.weight[1:3].float()  # so that some logits are large, and a cap on them is seen
         hidden_1TD = (LOGIT * rows_TD / rows_TD.square().sum(-1, keepdim=True).clamp(min=1e-6))[None].to(self.dtype)
@@ -56,8 +55,7 @@ class HeadOnlyBackbone(Backbone):
             return _Output((hidden_1TD,))
 
         with replaced_forward(self.base, states), replaced_forward(decoder_of(self.model), states):  # OPT calls the latter
-            self.postprocess = find_postprocessing(self)
-        self.refusal = refusal_of(partial(layer_kinds, self.model, self.layers), trees=False)
+            self.postprocess = find_postprocessing(self.model)
 
     @property
     def parts(self) -> list[nn.Module]:

@@ -5,7 +5,8 @@ The tokens at which a backbone's decoding stops.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,20 +44,27 @@ Attention = Literal["auto", "sdpa", "eager"]
 """Attention kernels; auto: sdpa, or eager for architectures without it (Gemma-2, gpt-oss)."""
 
 
+@contextmanager
+def loading(what: str, path: str) -> Iterator[None]:
+    """Within this context transformers loads a ``what`` (backbone or tokenizer), and what it raises becomes a UserError."""
+    try:
+        with reaching(path):
+            yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # what it is for a damaged file depends on the model and on the damage
+        raise load_error(what, path, error) from error
+
+
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a backbone's configuration and nothing else. Raises UserError if there is none, or if it is an encoder-decoder's."""
-    try:
+    with loading("backbone", path):
         if (gguf := find_gguf(path)) is not None:
             from headstart.heads.backbone.gguf_config import read_gguf_config  # here, since few backbones are such files
 
             config = read_gguf_config(gguf)
         else:
-            with reaching(path):
-                config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # what transformers raises for a damaged file depends on the model and on the damage
-        raise load_error("backbone", path, error) from error
+            config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     if config.is_encoder_decoder:
         raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
     return config
@@ -95,7 +103,7 @@ def empty_model(config: PretrainedConfig, path: str, *, trust_remote_code: bool 
 
 
 def load_error(what: str, path: str, error: Exception) -> UserError:
-    """Return the error to raise; ``what``: backbone or tokenizer."""
+    """Return the error to raise."""
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return UserError(f"{path} is a PEFT adapter: give it as backbone.adapter (--adapter), and its base model as the backbone")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1

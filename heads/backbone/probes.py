@@ -1,12 +1,11 @@
-"""Checks of a model: when it is loaded, where its layers are, and test passes that show whether it follows tree masks and how it makes its
-logits; later, that it is still the same."""
+"""Checks of a model: where its layers are, and test passes that show whether it follows tree masks and how it makes its logits; later, that
+it is still the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -15,60 +14,36 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from headstart.heads.backbone.adapter import SHARED, changes_tables, require_alike
+from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.masks import attention_windows, follows_no_mask, reads_ahead
 from headstart.heads.backbone.recurrent import TRAINABLE, Branch, Recurrent, find_recurrent
 from headstart.heads.backbone.versions import CACHE
 from headstart.support.errors import UserError, cause
 
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
 
-
-def width_of(backbone: Backbone) -> int:
+def width_of(model: PreTrainedModel) -> int:
     """Return the width of the model's layers. Raises UserError if embeddings or output layer have another (OPT-350m), or are not one."""
-    parts, name = {"embeddings": backbone.embed, "an output layer": backbone.unembed}, type(backbone.model).__name__
+    parts, name = {"embeddings": model.get_input_embeddings(), "an output layer": model.get_output_embeddings()}, type(model).__name__
     for part, module in parts.items():
         if module is None or isinstance(module, nn.ModuleList):
             raise UserError(f"{name} does not name {part} for text, or several; heads need a model with one, perhaps that within it")
-    width = backbone.config.hidden_size
+    width = model.config.get_text_config().hidden_size
     for part, module in parts.items():
         if (own := module.weight.shape[-1]) != width:
             raise UserError(f"{name} has {part} of width {own} and layers of width {width}; heads need a model of one width")
     return int(width)
 
 
-def layer_kinds(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[dict[str, int | None], Recurrent | None]:
-    """Return the windows of the model's attention layers by kind, and its recurrent layers, from its configuration and code alone.
+def layer_kinds(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[dict[str, int | None], Recurrent | None, str | None]:
+    """Return the windows of the model's attention layers by kind, its recurrent layers, and why trees of them cannot be verified, if so.
 
-    Raises UserError for layers whose trees cannot be verified.
+    This follows from the model's configuration and code alone.
     """
     stated = model.config.get_text_config().to_dict()
-    return attention_windows(stated, model), find_recurrent(type(model).__name__, layers, stated.get("layer_types") or [])
-
-
-def find_kinds(backbone: Backbone) -> None:
-    """Set the `windows` and `recurrent` layers of a backbone. Raises UserError as `layer_kinds`."""
-    backbone.windows, backbone.recurrent = layer_kinds(backbone.model, backbone.layers)
-
-
-def refusal_of(check: Callable[[], object], trees: bool) -> str | None:
-    """Return the UserError of a check of trees, None if there is none; raise it if trees are wanted."""
     try:
-        check()
+        return attention_windows(stated, model), find_recurrent(type(model).__name__, layers, stated.get("layer_types") or []), None
     except UserError as error:
-        if trees:
-            raise
-        return str(error)
-    return None
-
-
-def probe(backbone: Backbone, trees: bool) -> None:
-    """Find out how the model attends and makes its logits. Raises UserError for one that heads cannot have; for trees see `Backbone`."""
-    require_weights(backbone.model)
-    backbone.refusal = refusal_of(partial(find_kinds, backbone), trees)
-    backbone.postprocess = find_postprocessing(backbone)
-    backbone.dependence = find_dependence(backbone)
-    backbone.refusal = backbone.refusal or refusal_of(partial(require_masks, backbone), trees)
+        return {}, None, str(error)
 
 
 ROWS, LOUD = 8, 1000.0
@@ -83,65 +58,72 @@ def _computes(weight: Tensor) -> bool:
 
 
 @torch.no_grad()
-def find_dependence(backbone: Backbone) -> str | None:
+def find_dependence(model: PreTrainedModel) -> str | None:
     """Return which linear layer computes a token otherwise beside other tokens, and what follows; None if none does.
 
     Plain layers of torch are not tried. Of others, as quantizations have them, one of each kind and size reads a token among copies of
     itself and, in the same place, among large inputs.
     """
     tried: dict[tuple[type, type, str], tuple[str, Any]] = {}
-    for name, module in backbone.model.named_modules():
+    for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         plain = type(module) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(module)
         if isinstance(vars(module).get("in_features"), int) and not plain and all(map(_computes, module.parameters())):
             tried.setdefault((type(module), type(weight), repr(module)), (name, module))
+    embedded = model.get_input_embeddings().weight
     for name, module in tried.values():
         noise_TD = torch.randn(ROWS, module.in_features, generator=torch.Generator().manual_seed(0))
         own_1D, among_TD = noise_TD[ROWS // 2 :][:1], LOUD * noise_TD
         among_TD[ROWS // 2] = own_1D
-        given = [
-            rows_TD.to(backbone.device, backbone.dtype)[None] for rows_TD in (own_1D.expand(ROWS, -1), own_1D.expand(ROWS, -1), among_TD)
-        ]
-        found = [module(rows_1TD) for rows_1TD in given]
+        given = (own_1D.expand(ROWS, -1), own_1D.expand(ROWS, -1), among_TD)
+        found = [module(rows_TD.to(embedded.device, embedded.dtype)[None]) for rows_TD in given]
         if not all(isinstance(one, Tensor) and one.shape[:2] == (1, ROWS) for one in found):  # a router gives its choice
             continue
         alone_D, again_D, beside_D = (one[0, ROWS // 2].float() for one in found)
         share = float((beside_D - alone_D).norm() / alone_D.norm())
         if not share <= max(DEPENDS, 3 * float((again_D - alone_D).norm() / alone_D.norm())):
             return (
-                f"{type(backbone.model).__name__} computes a token otherwise beside other tokens ({type(module).__name__} {name}: by"
+                f"{type(model).__name__} computes a token otherwise beside other tokens ({type(module).__name__} {name}: by"
                 f" {share:.1%} in a test), so drafts and batches would change its text: drafts rest, and rows are decoded one at a time"
             )
     return None
 
 
-def require_masks(backbone: Backbone) -> None:
-    """Raise UserError unless the model follows 4-D masks and explicit positions.
+def mask_refusal(
+    model: PreTrainedModel,
+    read: Callable[..., Features],
+    tokens_1N: Tensor,
+    windows: dict[str, int | None],
+    recurrent: Recurrent | None,
+    alike: bool,
+) -> str | None:
+    """Return why trees cannot be verified by a model that fills no KV cache or does not follow 4-D masks and explicit positions.
 
-    A token must have the same hidden state among masked siblings as without them.
+    A token must have the same hidden state among masked siblings as without them, unless the model does not compute tokens ``alike``
+    beside others anyhow. ``read`` is `Backbone.read`.
     """
-    N = min(24, backbone.max_positions or 24)
-    tokens = torch.arange(N, device=backbone.device)[None] % backbone.vocab
-    seen = torch.ones(N, N, dtype=torch.bool, device=backbone.device).tril()
+    N = tokens_1N.shape[1]
+    seen = torch.ones(N, N, dtype=torch.bool, device=tokens_1N.device).tril()
     seen[-1, 2:-1] = False
-    place = torch.arange(N, device=backbone.device)[None].clone()
+    place = torch.arange(N, device=tokens_1N.device)[None].clone()
     place[0, -1] = 2
-    kept = DynamicCache(config=backbone.config)
-    alone = backbone.read(tokens[:, [0, 1, N - 1]], kept).hidden_BTD[:, -1]
+    kept = DynamicCache(config=model.config.get_text_config())
+    alone = read(tokens_1N[:, [0, 1, N - 1]], kept).hidden_BTD[:, -1]
     if kept.get_seq_length() != 3:
-        raise UserError(
-            f"{type(backbone.model).__name__} leaves the KV cache empty, which transformers {transformers.__version__} calls {CACHE!r}: "
+        return (
+            f"{type(model).__name__} leaves the KV cache empty, which transformers {transformers.__version__} calls {CACHE!r}: "
             f"name that argument so in the forward functions of your own; {TRAINABLE}"
         )
     try:
-        with nullcontext() if backbone.recurrent is None else backbone.recurrent.along(Branch(None, seen[None], place)):
-            beside = backbone.read(tokens, None, place, dict.fromkeys(backbone.windows, seen[None])).hidden_BTD[:, -1]
+        with nullcontext() if recurrent is None else recurrent.along(Branch(None, seen[None], place)):
+            beside = read(tokens_1N, None, place, dict.fromkeys(windows, seen[None])).hidden_BTD[:, -1]
     except (TypeError, ValueError, RuntimeError):
         beside = None
-    if backbone.dependence is None and (beside is None or (beside - alone).abs().max().item() > 0.05 * alone.abs().max().item()):
-        early, within = (backbone.read(some).hidden_BTD[:, :2] for some in (tokens[:, :2], tokens))
+    if alike and (beside is None or (beside - alone).abs().max().item() > 0.05 * alone.abs().max().item()):
+        early, within = (read(some).hidden_BTD[:, :2] for some in (tokens_1N[:, :2], tokens_1N))
         later = (early - within).abs().max().item() > 0.005 * early.abs().max().item()
-        raise UserError(reads_ahead(backbone.model) if later else follows_no_mask(backbone.model))
+        return reads_ahead(model) if later else follows_no_mask(model)
+    return None
 
 
 POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -156,19 +138,19 @@ POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 @torch.no_grad()
-def find_postprocessing(backbone: Backbone) -> Callable[[Tensor], Tensor]:
+def find_postprocessing(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Find the rule of `POSTPROCESS`, with its value in the configuration, that reproduces the model's own logits.
 
     Raises UserError if none does.
     """
-    config = backbone.config.to_dict()
-    tokens = torch.arange(2, device=backbone.device)[None]
+    config, unembed = model.config.get_text_config().to_dict(), model.get_output_embeddings()
+    tokens = torch.arange(2, device=model.get_input_embeddings().weight.device)[None]
     try:
-        logits = backbone.model(input_ids=tokens, use_cache=False).logits
+        logits = model(input_ids=tokens, use_cache=False).logits
     except ValueError as error:
-        name = type(backbone.model).__name__
+        name = type(model).__name__
         raise UserError(f"{name} does not read text alone ({cause(error)}); heads need a model that does") from None
-    raw = backbone.unembed(backbone.base(input_ids=tokens, use_cache=False).last_hidden_state)
+    raw = unembed(base_of(model)(input_ids=tokens, use_cache=False).last_hidden_state)
     errors = {}
     for rule, apply in POSTPROCESS.items():
         value = config.get(rule.split(" ")[0])
@@ -177,7 +159,7 @@ def find_postprocessing(backbone: Backbone) -> Callable[[Tensor], Tensor]:
     best = min(errors, key=lambda rule: errors[rule])
     if errors[best] > 2e-2 * logits.abs().max().item():
         raise UserError(
-            f"{type(backbone.model).__name__} changes its logits in an unknown way (transformers {transformers.__version__}); "
+            f"{type(model).__name__} changes its logits in an unknown way (transformers {transformers.__version__}); "
             f"known rules: {', '.join(POSTPROCESS)}"
         )
     apply, scale = POSTPROCESS[best[0]], best[1]
@@ -195,14 +177,12 @@ def require_weights(model: PreTrainedModel) -> None:
         )
 
 
-def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
-    """Raise UserError unless ``model``, whose ``generate`` was called, is the backbone's and computes its logits as when it was loaded."""
-    if model is not backbone.model:
-        raise UserError(f"these heads are on another model object ({backbone.name}); load them with backbone=this model")
+def require_same_parts(model: PreTrainedModel, parts: tuple[nn.Module, ...], vocab: int) -> None:
+    """Raise UserError unless the model has these parts, its decoder, embedding and output layer, as when it was loaded, and no hooks."""
     require_weights(model)
     require_alike(model)
-    parts = (base_of(model), model.get_input_embeddings(), model.get_output_embeddings())
-    if parts != (backbone.base, backbone.embed, backbone.unembed) or backbone.unembed.weight.shape[0] != backbone.vocab:
+    unembed = model.get_output_embeddings()
+    if (base_of(model), model.get_input_embeddings(), unembed) != parts or unembed.weight.shape[0] != vocab:
         replaced = "the model's embedding, output layer or decoder was replaced or resized since heads were loaded; load them anew"
         raise UserError(SHARED if changes_tables(model) else replaced)
     if model._forward_hooks or model._forward_pre_hooks:
@@ -210,9 +190,6 @@ def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
             "hooks on the model as a whole are not called: passes run its decoder and its output layer; put them on model.base_model, its "
             "layers or the output layer, or remove them"
         )
-    if (forward := vars(model).get("forward")) is not backbone.forward:
-        with backbone.evaluation():
-            backbone.postprocess, backbone.forward = find_postprocessing(backbone), forward
 
 
 def base_of(model: PreTrainedModel) -> nn.Module:

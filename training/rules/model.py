@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.model_config import empty_model
-from headstart.heads.backbone.probes import decoder_layers, layer_kinds, refusal_of
+from headstart.heads.backbone.probes import decoder_layers, layer_kinds
 from headstart.heads.backbone.shipped import EMBEDDED
 from headstart.support.errors import UserError, notice, waiting
 from headstart.training.features.backbone import read_config
@@ -59,14 +58,14 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     layers = decoder_layers(model, config.num_hidden_layers)
     tokenizer = _tokenizer(path, trust_remote_code)
     template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
-    refusal = refusal_of(partial(layer_kinds, model, layers), trees=False)
+    _, recurrent, refusal = layer_kinds(model, layers)
     context = stated.get("max_position_embeddings") or stated.get("n_positions")
     if context is None:
         notice(f"assumed: a context of {CONTEXT:,} tokens: its configuration states none")
     return ModelFacts(
         path=path, parameters=sum(weight.numel() for weight in model.parameters()),
         layers=len(layers), width=config.hidden_size, vocab=readout.weight.shape[0], context=context or CONTEXT,
-        packable=refusal is not None or layer_kinds(model, layers)[1] is None, chat=tokenizer is None or bool(template),
+        packable=recurrent is None, chat=tokenizer is None or bool(template),
         thinks=any(text in template for text in THOUGHTS), refusal=refusal,
     )  # fmt: skip
 
