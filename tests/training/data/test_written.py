@@ -79,6 +79,13 @@ def test_a_closing_token_at_which_decoding_does_not_stop_is_a_label_and_ends_no_
     expect(chat, [*ASKED, {"role": "assistant", "content": "Four.<|end|>Or so."}], "Four.<|end|>Or so.<|end|>")
 
 
+def test_calls_that_a_template_leaves_open_end_as_answers_do() -> None:
+    shown = "{{ (m.content or '') + ('[' + m.tool_calls[0].function.name + ']' if m.tool_calls else '<|end|>\n') }}"
+    chat = maker("{% for m in messages %}{{ '<|' + m.role + '|>\n' }}" + shown + "{% endfor %}" + ASK, ROLES, "<|end|>")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    expect(chat, [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], "[add]<|end|>")
+
+
 THINKS = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content.split('</think>')[-1] + '<|end|>\n' }}{% endfor %}"
 OPENS = "{% if add_generation_prompt %}{{ '<|assistant|>\n<think>\n' }}{% endif %}"
 EMPTY = "{% if add_generation_prompt %}{{ '<|assistant|>\n' + ('<think>\n' if think else '<think>\n\n</think>\n\n') }}{% endif %}"
