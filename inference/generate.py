@@ -66,12 +66,17 @@ class SpeculativeModel:
     ) -> None:
         if backbone.whole and backbone.refusal is not None:
             raise UserError(backbone.refusal)
+        if backbone.no_trees is not None:
+            warn_once(f"{backbone.no_trees}: drafts are chains, verified a row at a time")
         if backbone.dependence is not None:
             warn_once(backbone.dependence)
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
         self.measured: dict[bool, dict[str, Any]] = {}
         """What the drafter's drafts were worth in its training's evaluation, greedy (False) or sampled (True), as `Acceptance.to_json`."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
+        for one in self.drafters if backbone.no_trees is not None else ():
+            if one.uses_backbone_cache:
+                raise UserError(f"{type(one).__name__} drafts in the model's KV cache; {backbone.no_trees}: leave it out")
         self.proposers = [one for one in proposers if isinstance(one, Proposer)]
         self.chat: Chat | None = None  # `load` sets it: makes prompts from conversations as the heads' training did
         self.limits: dict[str, Any] | None = None
@@ -154,8 +159,8 @@ class SpeculativeModel:
         streamer = handed_streamer(model) if streamer is None else streamer
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         require_sides(request, self.backbone)
+        require_apart(request, self.backbone)
         if self.backbone.dependence is not None:
-            require_apart(request, self.backbone)
             speculate, batch_size = False, 1
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
         if batch_size is not None:
@@ -209,9 +214,10 @@ class SpeculativeModel:
 
 
 def require_apart(request: Request, backbone: Backbone) -> None:
-    """Raise UserError for beams on a model with a `dependence`: they share passes."""
-    if request.beams is not None:
-        raise UserError(f"beams share passes, where {backbone.dependence}; allowed: num_beams=1")
+    """Raise UserError for beams on a model with a `dependence`, or without trees: they share passes."""
+    reason = backbone.no_trees or backbone.dependence
+    if request.beams is not None and reason is not None:
+        raise UserError(f"beams share passes, where {reason}; allowed: num_beams=1")
 
 
 def load(

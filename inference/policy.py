@@ -92,11 +92,11 @@ class Draft:
 class Policy:
     """The sources of a model with costs and statistics; without sources, autoregressive decoding.
 
-    ``padded``: all passes are padded (`graph_size`).
+    ``padded``: all passes are padded (`graph_size`). ``chains``: the backbone verifies no trees, but one path from the root.
     """
 
-    def __init__(self, sources: Sequence[Source] = (), padded: bool = False) -> None:
-        self.sources, self.padded = list(sources), padded
+    def __init__(self, sources: Sequence[Source] = (), padded: bool = False, chains: bool = False) -> None:
+        self.sources, self.padded, self.chains = list(sources), padded, chains
         self.costs = CostModel()
         self.budgets = dict.fromkeys(self.sources, MOST_BUDGET)
         """Plain steps' time that each source may lose in trials."""
@@ -178,10 +178,10 @@ class Policy:
     def _choices(self, draft: Draft, source: Source, counts: list[int]) -> list[Choice]:
         """What is expected of no draft of this source, and of one of as many depths as each of the counts, for the mean of the rows."""
         count = len(draft.pools)
-        ranked = ([prob for prob, _ in pool.ranked()] for pool in draft.pools)
+        ranked = ([prob for prob, _ in self._ranked(pool)] for pool in draft.pools)
         known = [sum(probs) / count for probs in zip_longest(*ranked, fillvalue=0.0)]
         levels, missed = source.acceptance.expected(counts[-1], draft.rows.sequences), draft.missed(counts[-1])
-        new = [[missed[depth] * prob for prob in level] for depth, level in enumerate(levels)]
+        new = [[missed[depth] * prob for prob in (level[:1] if self.chains else level)] for depth, level in enumerate(levels)]
         passes = self._passes(draft, max(1 + len(known) + sum(map(len, new)), 2))
         choices, drafts = [best_tree(0, draft.seconds, [known], passes)], {nodes: passes[nodes] for nodes in passes if nodes > 1}
         for depths in counts:
@@ -202,9 +202,13 @@ class Policy:
 
     def choose(self, draft: Draft) -> CandidateTree:
         """The tree to verify."""
-        ranked = [pool.ranked() for pool in draft.pools]
+        ranked = [self._ranked(pool) for pool in draft.pools]
         nodes = draft.rows.shape.nodes if draft.rows.shape is not None else self._size(draft, ranked)
         return CandidateTree.of(draft.pools, [[0, *sorted(node for _, node in row[: nodes - 1])] for row in ranked])
+
+    def _ranked(self, pool: Pool) -> list[tuple[float, int]]:
+        """The nodes that may be verified, the most likely first."""
+        return pool.best_path() if self.chains else pool.ranked()
 
     def _size(self, draft: Draft, ranked: list[list[tuple[float, int]]]) -> int:
         largest = 1 + max(map(len, ranked))

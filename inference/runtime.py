@@ -26,7 +26,7 @@ from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.plugin import Collect
 from headstart.inference.capture.watch import HOOKED, hooks, sample_of
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.reader import Reader
+from headstart.inference.engine.chains import reader_of
 from headstart.inference.policy import Policy
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.proposer import Proposer
@@ -134,12 +134,12 @@ class Engine:
         self._sample = sample_of(self.modules) if copies else None
         sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]  # first: a drafter may rest where they are sure
         sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
-        self.policy = Policy(sources, self.capturer.fixed)
+        self.policy = Policy(sources, self.capturer.fixed, chains=heads.backbone.no_trees is not None)
         for source in sources if heads.drafter is not None else []:
             if isinstance(source, DrafterSource) and source.drafter is heads.drafter:
                 source.by_mode |= {sampled: Acceptance.from_json(stored) for sampled, stored in heads.measured.items()}
         self.spot_check = SpotCheck(heads.backbone, self.capturer)
-        self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
+        self.reader = reader_of(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
 
     @property
     def outdated(self) -> bool:

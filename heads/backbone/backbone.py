@@ -69,9 +69,10 @@ class Backbone:
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
         self.layers = probes.decoder_layers(model, self.num_layers)
-        self.windows, self.recurrent, self.refusal = probes.layer_kinds(model, self.layers)
-        """Windows of attention layers by kind; layers with a recurrent state instead of keys and values (None: there are none); and why
-        trees cannot be verified, so that heads are trained and exported only (None: they can)."""
+        self.windows, self.recurrent, self.no_trees = probes.layer_kinds(model, self.layers)
+        """Windows of attention layers by kind; layers with a recurrent state (None: there are none); why no trees are verified, if so."""
+        self.refusal = None if self.no_trees is None else f"{self.no_trees}; {probes.UNTRIED}"
+        """Why chains cannot be verified either; None if they can."""
         self.forward = vars(model).get("forward")
         with self.evaluation():
             self._probe()
@@ -85,10 +86,11 @@ class Backbone:
         probes.require_weights(self.model)
         self.postprocess = probes.find_postprocessing(self.model)
         self.dependence = probes.find_dependence(self.model)
-        if self.refusal is None:
-            tokens_1N = torch.arange(min(24, self.max_positions or 24), device=self.device)[None] % self.vocab
+        tokens_1N = torch.arange(min(24, self.max_positions or 24), device=self.device)[None] % self.vocab
+        if self.no_trees is None:
             alike = self.dependence is None
-            self.refusal = probes.mask_refusal(self.model, self.read, tokens_1N, self.windows, self.recurrent, alike)
+            self.no_trees = probes.mask_refusal(self.model, self.read, tokens_1N, self.windows, self.recurrent, alike)
+        self.refusal = probes.chain_refusal(self.model, self.read, tokens_1N, self.no_trees)
 
     def require_same(self, model: PreTrainedModel) -> None:
         """Raise UserError unless ``model``, whose ``generate`` was called, is this one and makes its logits as when it was loaded."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads.backbone.recurrent import KIND, TRAINABLE
+from headstart.heads.backbone.recurrent import KIND
 from headstart.support.errors import UserError
 
 KINDS_OF_LAYER = ("full_attention", "sliding_attention")
@@ -27,23 +27,21 @@ def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[st
     if config.get("model_type") in ALIBI:
         raise UserError(follows_no_mask(model))
     if config.get("cross_attention_layers"):
-        raise UserError(f"{type(model).__name__} has layers of cross-attention to images, which keep no keys of a text; {TRAINABLE}")
+        raise UserError(f"{type(model).__name__} has layers of cross-attention to images, which keep no keys of a text")
     # Without layer_types all layers share one window (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo has attention_layers instead.
     alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
     kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
     unknown = [kind for kind in kinds if kind not in (*KINDS_OF_LAYER, KIND)]
     if unknown or (model._is_stateful and KIND not in kinds):
-        kind, known = (unknown or ["recurrent"])[0], ", ".join(KINDS_OF_LAYER)
+        kind = (unknown or ["recurrent"])[0]
         reason = REASONS.get(kind, "they choose what they attend to in a way that the masks of a tree do not govern")
-        fault = f"{type(model).__name__} has layers of kind {kind!r}: {reason}; supported: {known}, {KIND} (gated delta rule)"
-        raise UserError(f"{fault}; {TRAINABLE}")
+        raise UserError(f"{type(model).__name__} has layers of kind {kind!r}: {reason}")
     return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds if kind != KIND}
 
 
 def follows_no_mask(model: PreTrainedModel) -> str:
     """Return what is wrong with a model that reads no trees."""
-    fault = f"{type(model).__name__} does not follow a 4-D attention mask and explicit positions, so it can't read trees"
-    return f"{fault}; use one that does; {TRAINABLE}"
+    return f"{type(model).__name__} does not follow a 4-D attention mask and explicit positions, so it can't read trees"
 
 
 def reads_ahead(model: PreTrainedModel) -> str:
@@ -51,7 +49,7 @@ def reads_ahead(model: PreTrainedModel) -> str:
     fault = (
         f"{type(model).__name__} computes other hidden states where more tokens follow in a pass, as with one dynamic scale for all of them"
     )
-    return f"{fault}, so trees change its tokens; use another quantization, or none; {TRAINABLE}"
+    return f"{fault}, so trees change its tokens; use another quantization, or none"
 
 
 def additive_mask(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,8 +16,9 @@ from transformers import DynamicCache, PreTrainedModel
 from headstart.heads.backbone.adapter import SHARED, changes_tables, require_alike
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.masks import attention_windows, follows_no_mask, reads_ahead
-from headstart.heads.backbone.recurrent import TRAINABLE, Branch, Recurrent, find_recurrent
+from headstart.heads.backbone.recurrent import Branch, Recurrent, find_recurrent
 from headstart.heads.backbone.versions import CACHE
+from headstart.heads.kv.chain_cache import as_steps, copied, mixers_of
 from headstart.support.errors import UserError, cause
 
 
@@ -52,7 +53,7 @@ DEPENDS = 1e-3
 """The share of a result's size that tokens beside it may change: in a pass of the same width 0 where each is computed by itself."""
 
 
-def _computes(weight: Tensor) -> bool:
+def computes(weight: Tensor) -> bool:
     """False for torch's own tensors without data, or of which each process has a part."""
     return type(weight) in (Tensor, nn.Parameter) and not weight.is_meta or type(weight).__module__.partition(".")[0] != "torch"
 
@@ -68,7 +69,7 @@ def find_dependence(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         plain = type(module) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(module)
-        if isinstance(vars(module).get("in_features"), int) and not plain and all(map(_computes, module.parameters())):
+        if isinstance(vars(module).get("in_features"), int) and not plain and all(map(computes, module.parameters())):
             tried.setdefault((type(module), type(weight), repr(module)), (name, module))
     embedded = model.get_input_embeddings().weight
     for name, module in tried.values():
@@ -112,7 +113,7 @@ def mask_refusal(
     if kept.get_seq_length() != 3:
         return (
             f"{type(model).__name__} leaves the KV cache empty, which transformers {transformers.__version__} calls {CACHE!r}: "
-            f"name that argument so in the forward functions of your own; {TRAINABLE}"
+            "name that argument so in the forward functions of your own"
         )
     try:
         with nullcontext() if recurrent is None else recurrent.along(Branch(None, seen[None], place)):
@@ -124,6 +125,47 @@ def mask_refusal(
         later = (early - within).abs().max().item() > 0.005 * early.abs().max().item()
         return reads_ahead(model) if later else follows_no_mask(model)
     return None
+
+
+TRAINABLE = "train and export only, engines decode with the heads"
+"""What is left for a model that can verify neither trees nor chains here."""
+UNTRIED = f"whether it decodes here, with chains of drafts, is tried when its weights are loaded; else {TRAINABLE}"
+SHORT = 4
+"""Tokens of a pass whose results are compared with those of single tokens."""
+
+
+def chain_refusal(model: PreTrainedModel, read: Callable[..., Features], tokens_1N: Tensor, no_trees: str | None) -> str | None:
+    """Return why a model that verifies no trees cannot verify chains either; None if it can. ``read`` is `Backbone.read`."""
+    if no_trees is None or not computes(model.get_input_embeddings().weight):
+        return None if no_trees is None else f"{no_trees}; {UNTRIED}"
+    fault = _chain_fault(model, read, tokens_1N)
+    return None if fault is None else f"{no_trees}, {fault} (transformers {transformers.__version__}); {TRAINABLE}"
+
+
+@torch.no_grad()
+def _chain_fault(model: PreTrainedModel, read: Callable[..., Features], tokens_1N: Tensor) -> str | None:
+    """A pass of several tokens after others must compute what passes of one do, within rounding; a copied cache must stay as it was."""
+    N = tokens_1N.shape[1]
+    place_1N, start = torch.arange(N, device=tokens_1N.device)[None], N - SHORT
+
+    def of(at: int, end: int, cache: DynamicCache) -> Tensor:
+        with as_steps(mixers, end - at) if at else nullcontext():
+            return read(tokens_1N[:, at:end], cache, place_1N[:, at:end]).hidden_BTD
+
+    try:
+        cache, mixers = DynamicCache(config=model.config.get_text_config()), mixers_of(model)
+        of(0, start, cache)
+        copies = [copied(cache) for _ in range(3)]
+        many, again = of(start, N, cache), of(start, N, copies[0])
+        one, two = (torch.cat([of(at, at + n, copies[n]) for at in range(start, N, n)], 1) for n in (1, 2))
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        return f"nor does it go on from a copied cache ({cause(error)})"
+    size, eps = one.abs().max().item(), torch.finfo(one.dtype).eps
+    rounding, stale, apart = ((many - other).abs().max().item() for other in (two, again, one))
+    if not max(rounding, stale) <= max(1e-3, 8 * eps) * size:
+        return "and a pass of several tokens does not go on from the state before it"
+    passes = apart <= max(4 * rounding, max(1e-4, 4 * eps) * size)
+    return None if passes else "and a pass of one token computes otherwise than a pass of several"
 
 
 POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {

@@ -33,8 +33,6 @@ from transformers.activations import ACT2FN
 from headstart.heads.backbone.hooks import replaced_forward
 from headstart.support.errors import UserError
 
-TRAINABLE = "train and export only, engines decode with the heads"
-"""What is left for a model whose trees cannot be verified here."""
 KIND = "linear_attention"
 """transformers' name for such a layer in ``layer_types``."""
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
@@ -251,13 +249,12 @@ def find_recurrent(name: str, layers: nn.ModuleList, kinds: Sequence[str]) -> Re
                 raise UserError(
                     f"{name} has layers of kind {KIND!r} ({type(layers[number]).__name__}) that do not follow the gated delta rule "
                     "of transformers' Qwen3-Next, Qwen3.5 and OLMo-Hybrid, the only recurrence whose states along a tree are computed here"
-                    f"; {TRAINABLE}"
                 )
             found[number] = modules[0]
     beside = sorted(set(kinds) - {KIND})
     if found and beside != ["full_attention"]:
         others = ", ".join(beside) or "no others"
-        raise UserError(f"{name} has layers of kind {KIND!r} beside {others}; supported: {KIND} beside full_attention; {TRAINABLE}")
+        raise UserError(f"{name} has layers of kind {KIND!r} beside {others}; supported: {KIND} beside full_attention")
     if len({weight.device for module in found.values() for weight in module.parameters()}) > 1:
         raise UserError(f"{name} has recurrent layers on several devices; put them on one")
     return Recurrent(found) if found else None

@@ -143,8 +143,8 @@ def find_tokenizers(backbone: str, path: str) -> Tokenizers | None:
 def require_fitting(backbone: Backbone, small: Backbone, tokenizers: Tokenizers | None) -> None:
     """Raise UserError unless the small model can draft for the backbone: no recurrent layers, the same device and the same vocabulary."""
     ours, theirs = (model.name or type(model.model).__name__ for model in (backbone, small))
-    if small.refusal is not None:
-        raise UserError(f"draft model {theirs} cannot draft in trees: {small.refusal}")
+    if small.no_trees is not None:
+        raise UserError(f"draft model {theirs} cannot draft in trees: {small.no_trees}; use a model that can")
     if small.recurrent is not None:
         raise UserError(f"draft model {theirs} has recurrent layers, whose states can't follow drafted nodes; use one with attention alone")
     if small.device != backbone.device:

@@ -13,9 +13,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 TESTED = "5.24"
 """The newest minor version that the tests have run with."""
-NAMES = ("cache", "past_key_values")
+NAMES = ("cache", "past_key_values", "cache_params")
 CACHE = next(name for name in NAMES if name in GenerateDecoderOnlyOutput.__dataclass_fields__)
-"""The name of the KV cache in the arguments of ``generate`` and of models, and in what they return: from 5.24 on ``cache``."""
+"""The name of the KV cache in the arguments of ``generate`` and of models, and in what they return: from 5.24 on ``cache``. Mamba-2 has
+its own."""
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ class Continued:
     def __init__(self, request: Request, reader: Reader) -> None:
         self.reader, backbone = reader, reader.backbone
         alone = len(request.ids_BT) == 1 and not request.pads_B[0] and request.beams is None
-        possible = alone and backbone.recurrent is None and backbone.rope_limit is None
+        possible = alone and backbone.recurrent is None and backbone.no_trees is None and backbone.rope_limit is None
         self.cache = request.cache if possible else None
         self._parts: list[Features] = []
 

@@ -45,6 +45,7 @@ class Reader:
         self.memory = capturer.memory if capturer.fixed else None
         """Where the stores of texts lie; None: each has its own."""
         unless = None if backbone.rope_limit is None else "its rotary frequencies depend on the context length"
+        unless = unless if backbone.no_trees is None else "chains are read with transformers' own cache"
         every = partial(self._read, tuple(range(backbone.num_layers + 1)))  # one program for all heads, and for none: the same bits
         self.read = capturer.capture(self._alike(partial(self._read, taps)), "verification", backbone, unless, compilable=every)
         self._prefill = self._alike(self._prefilled)

@@ -21,7 +21,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.versions import CACHE
+from headstart.heads.backbone.versions import CACHE, NAMES
 from headstart.inference.engine.known_processors import is_by_row, name_of
 from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError
@@ -103,7 +103,7 @@ def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
 
 
 NO_EFFECT = (
-    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "mm_encoder_outputs",
 )  # fmt: skip
 """Arguments of the model's forward that are read here or change no token.

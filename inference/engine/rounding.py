@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import nudged
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.engine.reader import Reader
+from headstart.inference.engine.chains import reader_of
 from headstart.inference.engine.tree import CandidateTree, chain
 
 WIDTHS = (64, 8, 1)
@@ -48,7 +48,7 @@ class Rounding:
     """The largest difference of a logit that was measured on one backbone so far."""
 
     def __init__(self, backbone: Backbone) -> None:
-        self.backbone, self.reader = backbone, Reader(backbone, (), Capturer("off", backbone.device))
+        self.backbone, self.reader = backbone, reader_of(backbone, (), Capturer("off", backbone.device))
         self.measured = 0.0
         self.texts = 0
         """Texts that it was measured on."""
@@ -79,7 +79,8 @@ class Rounding:
         expected_RV = self._whole(ids_T, start)
         with nudged(self.backbone.layers):
             nudging = difference(self._whole(ids_T, start), expected_RV)
-        beside = self._beside(ids_T, start) if 0 < start < len(ids_T) - 1 else 0.0
+        siblings = 0 < start < len(ids_T) - 1 and self.backbone.no_trees is None
+        beside = self._beside(ids_T, start) if siblings else 0.0
         self.beside = max(self.beside, beside) if beside > MARGIN * nudging else self.beside
         for width in WIDTHS if start else ():
             if width < WIDTHS[0] and time.perf_counter() > deadline:
@@ -102,7 +103,8 @@ class Rounding:
         """The same, read in pieces with transformers' cache."""
         backbone, place_1T = self.backbone, torch.arange(len(ids_T), device=ids_T.device)[None]
         # Without the model's configuration, sliding-window layers keep all of their keys.
-        cache = DynamicCache() if backbone.recurrent is None else DynamicCache(config=backbone.config)
+        plain = backbone.recurrent is None and backbone.no_trees is None
+        cache = DynamicCache() if plain else DynamicCache(config=backbone.config)
         parts = [(0, start), *((at, min(at + width, len(ids_T))) for at in range(start, len(ids_T), width))]
         hidden = [backbone.read(ids_T[None, at:end], cache, place_1T[:, at:end]).hidden_BTD[0] for at, end in parts]
         return backbone.readout(torch.cat(hidden[1:])).float()

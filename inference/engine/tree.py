@@ -124,6 +124,18 @@ class Pool:
         probs = self.path_probs()
         return sorted(((probs[node], node) for node in range(1, len(probs))), key=lambda one: (-one[0], one[1]))
 
+    def best_path(self) -> list[tuple[float, int]]:
+        """The same of the one path from the root on which most tokens are expected to be accepted."""
+        probs, best = self.path_probs(), dict[int, tuple[float, int]]()
+        for node in range(len(probs) - 1, 0, -1):
+            expected = probs[node] + best.get(node, (0.0, 0))[0]
+            best[self.parents[node]] = max(best.get(self.parents[node], (0.0, 0)), (expected, node))
+        path, node = list[tuple[float, int]](), 0
+        while node in best:
+            node = best[node][1]
+            path.append((probs[node], node))
+        return path
+
     def best(self, nodes: int) -> list[int]:
         """The ``nodes`` most likely nodes, root included, parents before children."""
         return [0, *sorted(node for _, node in self.ranked()[: nodes - 1])]

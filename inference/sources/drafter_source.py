@@ -102,6 +102,8 @@ class DrafterSource(DrafterRows):
 
     def width(self, rows: int) -> int:
         """The beam width of adaptive trees. On a CPU every node takes time: narrow beams for one row, chains for several."""
+        if self.drafter.backbone.no_trees is not None:
+            return 1
         if self.capturer.accelerator:
             return BEAM_WIDTH
         return 1 if rows > 1 else CPU_WIDTH

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import Architecture, refused, served
+from architectures import Architecture, chained, refused, served
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def test_it_is_the_whole_backbones(architecture: Architecture, tmp_path: Path) -
     assert all(weight.is_meta for weight in head.layers.parameters())
 
 
-@pytest.mark.parametrize("architecture", [one for one in refused() if one.name in UNVERIFIED], ids=lambda one: one.name)
+@pytest.mark.parametrize("architecture", [one for one in chained() + refused() if one.name in UNVERIFIED], ids=lambda one: one.name)
 def test_what_decoding_refuses_has_one_too(architecture: Architecture, tmp_path: Path) -> None:
     """Its norm and readout of the last layer's states are the model's own logits."""
     model = architecture.model().eval()

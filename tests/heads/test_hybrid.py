@@ -197,14 +197,11 @@ def test_states_after_paths_are_kept_are_those_of_a_fresh_read() -> None:
 
 OTHERS: dict[str, dict[str, Any]] = {
     "Mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    "Lfm2": SIZES | {"num_hidden_layers": 6, "full_attn_idxs": [2, 4]},
     "MiniMax": SIZES | {"num_hidden_layers": 2, "layer_types": [L, A], "num_local_experts": 2, "head_dim": 8, "block_size": 8},
     "Qwen3Next": DENSE | {"layer_types": [L] * 6, "num_experts": 0},
 }
-SUPPORTED = "; supported: full_attention, sliding_attention, linear_attention .gated delta rule."
 REFUSALS = {
-    "Mamba": "'recurrent': their state has read every drafted token, .*" + SUPPORTED,
-    "Lfm2": "'conv': their window holds the last tokens read, .*" + SUPPORTED,
+    "Mamba": "'recurrent': their state has read every drafted token, .*",
     "MiniMax": "'linear_attention' .* the gated delta rule of transformers' Qwen3-Next",
     "Qwen3Next": "'linear_attention' beside no others",
 }

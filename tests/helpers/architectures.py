@@ -67,25 +67,49 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Falcon-7B": ("Falcon", {}),
 }
 """Title -> transformers' configuration class and fields that differ from its defaults."""
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LFM2": ("Lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 2}),
+    "Granite-4": ("GraniteMoeHybrid", {"layer_types": ["mamba", "mamba", "attention"] * 2}),
+    "Falcon-H1": ("FalconH1", {"mamba_d_ssm": 64}),
+    "Bamba": ("Bamba", {"attn_layer_indices": [2, 5]}),
+    "Zamba2": (
+        "Zamba2",
+        {
+            "mamba_headdim": 8,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+            "layers_block_type": ["mamba", "hybrid", "mamba"] * 2,
+            "hybrid_layer_ids": [1, 4],
+        },
+    ),
+    "Nemotron-H": ("NemotronH", {}),
+    "Mamba-2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2}),
+    "Kimi-Linear": ("KimiLinear", {"num_experts_per_token": 2}),
     "Llama-4": ("Llama4Text", {}),
     "DeepSeek-V3.2, GLM-5": ("GlmMoeDsa", {}),
     "DeepSeek-V4": ("DeepseekV4", {"head_dim": 16, "qk_rope_head_dim": 2}),
-    "MiniMax-01": ("MiniMax", {}),
-    "Granite-4": ("GraniteMoeHybrid", {}),
-    "Kimi-Linear": ("KimiLinear", {"num_experts_per_token": 2}),
-    "Jamba": ("Jamba", {}),
-    "LFM2": ("Lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 2}),
-    "Mamba": ("Mamba", {}),
-    "RecurrentGemma": ("RecurrentGemma", {}),
-    "Zamba2": ("Zamba2", {"mamba_headdim": 8, "attention_hidden_size": 64, "attention_head_dim": 16}),
-    "Bamba": ("Bamba", {}),
-    "Nemotron-H": ("NemotronH", {}),
-    "RWKV": ("Rwkv", {"attention_hidden_size": 32}),
     "BLOOM": ("Bloom", {}),
     "MPT": ("Mpt", {}),
+    "GPT-Neo": (
+        "GPTNeo",
+        {
+            "num_layers": 6,
+            "attention_types": [[["global", "local"], 3]],
+            "attention_layers": ["global", "local"] * 3,
+            "window_size": 5,
+            "num_heads": 4,
+        },
+    ),
 }
-"""The same for architectures that cannot verify a tree."""
+"""The same for architectures that verify chains, not trees."""
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "MiniMax-01": ("MiniMax", {}),
+    "Jamba": ("Jamba", {}),
+    "Mamba": ("Mamba", {}),
+    "RecurrentGemma": ("RecurrentGemma", {}),
+    "RWKV": ("Rwkv", {"attention_hidden_size": 32}),
+}
+"""The same for architectures that can verify neither."""
 
 
 def of_the_recipes() -> list[Architecture]:
@@ -109,6 +133,11 @@ def of_transformers(names: dict[str, tuple[str, dict[str, Any]]]) -> list[Archit
 @functools.cache
 def served() -> list[Architecture]:
     return of_the_recipes() + of_transformers(OTHERS)
+
+
+@functools.cache
+def chained() -> list[Architecture]:
+    return of_transformers(CHAINS)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from pathlib import Path
 os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
 
 import torch  # noqa: E402
-from architectures import Architecture, refused, served  # noqa: E402
+from architectures import Architecture, chained, refused, served  # noqa: E402
 from family_checks import CHECKS, Subject  # noqa: E402
 from published import SITUATIONS, shapes, tally, templates_of  # noqa: E402
 from released_sizes import PASSED, SMALLEST  # noqa: E402
@@ -64,13 +64,23 @@ The shapes of {count} published chat templates are written anew in `tests/helper
 {situations};
 what a template refuses is refused in one line. [How a conversation becomes labels](train.md#2-data).
 
+## Chains
+
+A tree of drafted tokens needs layers that read each path as if alone, and that can drop what was not accepted. Keys and values can be
+masked and dropped, and the state of a gated delta rule layer (Qwen3-Next, Qwen3.5, OLMo-Hybrid) has a closed form along every path. Other
+states, and other ways of attending, have neither: these models verify one path of the drafts, a chain, and rows one at a time. The cache
+before a pass is kept, and tokens of a chain that was accepted in part are read again in front of the next one. A line says so when heads
+are loaded. In fp32 every token is that without drafts; in lower precision near-ties may fall the other way. There are no beams and no
+early exit. On a CPU a pass of several tokens takes longer than one of a single token, with Mamba-2 layers much longer, so adaptive chains
+may rest.
+
+"""
+REFUSALS = """
 ## Train and export only
 
-Heads for these are trained, from a server, from a cache or with `transformers`' own forward pass here, evaluated as teacher-forced chains,
-exported, and verified without running (`headstart verify`); engines decode with them. `generate`, `bench` and other
-commands that decode end with this line. A tree of drafted tokens
-needs layers that read each path as if alone, and that can drop what was not accepted. Keys and values can be masked and dropped. The
-state of a gated delta rule layer (Qwen3-Next, Qwen3.5, OLMo-Hybrid) has a closed form along every path, which is implemented.
+Heads for these are trained, from a server, from a cache or with `transformers`' own forward pass here, evaluated as teacher-forced
+chains, exported, and verified without running (`headstart verify`); engines decode with them. `generate`, `bench` and other commands that
+decode end with this line: a check at load finds that a pass of several tokens after others does not compute what passes of one token do.
 
 | models | class | the line |
 |---|---|---|
@@ -152,7 +162,13 @@ def page(before: str, only: list[str]) -> str:
         shown = kept[: 2 + len(CHECKS)] if kept and not set(only) & set(architecture.models) else measured(architecture)
         text += row([*shown, tokens_of(architecture), size_of(architecture)])
         print(text.splitlines()[-1], flush=True)
-    return text + tail() + "".join(row([*start_of(one), refusal(one)]) for one in refused()) + END
+    text += tail() + row(["models", "class", *CHECKS]) + "|" + "---|" * (2 + len(CHECKS)) + "\n"
+    for architecture in chained():
+        kept = known.get(start_of(architecture)[0])
+        shown = kept[: 2 + len(CHECKS)] if kept and not set(only) & set(architecture.models) else measured(architecture)
+        text += row(shown)
+        print(text.splitlines()[-1], flush=True)
+    return text + REFUSALS + "".join(row([*start_of(one), refusal(one)]) for one in refused()) + END
 
 
 def main() -> None:

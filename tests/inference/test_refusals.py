@@ -67,7 +67,7 @@ def test_models_that_cannot_be_backbones() -> None:
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 40}
     with pytest.raises(UserError, match="encoder-decoder"):
         headstart.load(None, transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
-    with pytest.raises(UserError, match="'recurrent': .*; supported: full_attention, .*, linear_attention"):
+    with pytest.raises(UserError, match="'recurrent': .* does not go on from the state before it .*; train and export only"):
         headstart.load(None, build("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}))
 
 

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from architectures import Architecture, refused, served
+from architectures import Architecture, chained, refused, served
 from families_table import SIZES, TOKENS, cells, outcome, refusal, rows_of, size_of, start_of, tail, tokens_of
 from family_checks import CHECKS, Subject
 from shrink import FOLDER
@@ -25,11 +25,11 @@ def written() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="session")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
-    return {one.name: Subject(one, tmp_path_factory.mktemp("family")) for one in served()}
+    return {one.name: Subject(one, tmp_path_factory.mktemp("family")) for one in served() + chained()}
 
 
 @pytest.mark.matrix(cells=list(CHECKS).index("train"))  # test_released_sizes trains, saves and exports in `make test`
-@pytest.mark.parametrize("architecture", served(), ids=lambda one: one.name)
+@pytest.mark.parametrize("architecture", served() + chained(), ids=lambda one: one.name)
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_cell_is_true(subjects: dict[str, Subject], architecture: Architecture, check: str) -> None:
     stated = written()[start_of(architecture)[0]]

@@ -1,4 +1,5 @@
-"""Heads for models that decoding refuses: recipe, plan, training here, from a cache and a server, export, verify on stored features."""
+"""Heads for models that decoding refuses (Jamba), or decodes in chains with several streams of states (DeepSeek-V4): recipe, plan, training here,
+from a cache and a server, export, verify on stored features."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "moe_intermediate_size": 16,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4,
     },
-    "NemotronH": {
-        "layers_block_type": ["mamba", "moe", "attention", "mamba"], "head_dim": 8, "num_key_value_heads": 2, "intermediate_size": 32,
-        "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "Jamba": {
+        "num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 32, "num_experts": 2, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
+        "use_mamba_kernels": False,
     },
 }  # fmt: skip
 
@@ -60,7 +61,7 @@ class Transformers(StatesServer):
         return self._read(tokens)[1].float().log_softmax(-1)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("DeepseekV4", marks=pytest.mark.slow), "NemotronH"])
+@pytest.fixture(scope="module", params=[pytest.param("DeepseekV4", marks=pytest.mark.slow), "Jamba"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     """A folder with a recipe and a backbone."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -50,8 +50,8 @@ def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str,
         if not one.objective.on_policy:
             continue
         what = f"objective.on_policy={one.objective.on_policy:g}"
-        if backbone.refusal is not None:
-            raise UserError(f"{what} scores trees of drafts with the backbone; {backbone.refusal}: set it to 0")
+        if backbone.no_trees is not None:
+            raise UserError(f"{what} scores trees of drafts with the backbone; {backbone.no_trees}: set it to 0")
         if backbone.recurrent is not None:
             raise UserError(f"{what}: {type(backbone.model).__name__} has recurrent layers, which follow no mask; set it to 0")
         if recipe.backbone.shard:

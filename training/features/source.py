@@ -94,9 +94,9 @@ def require_packable(recipe: Recipe, backbone: Backbone) -> None:
         recipe.data.packing
         and recipe.cache.dir is None
         and backbone.whole
-        and (backbone.recurrent is not None or backbone.refusal is not None)
+        and (backbone.recurrent is not None or backbone.no_trees is not None)
     ):
-        fault = "has recurrent layers, which follow no mask" if backbone.refusal is None else "follows no mask"
+        fault = "has recurrent layers, which follow no mask" if backbone.no_trees is None else "follows no mask"
         raise UserError(
             f"{type(backbone.model).__name__} {fault}: no packing (data.packing=false), "
             "unless from features that headstart cache has written (cache.dir)"

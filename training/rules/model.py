@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.model_config import empty_model
-from headstart.heads.backbone.probes import decoder_layers, layer_kinds
+from headstart.heads.backbone.probes import UNTRIED, decoder_layers, layer_kinds
 from headstart.heads.backbone.shipped import EMBEDDED
 from headstart.support.errors import UserError, notice, waiting
 from headstart.training.features.backbone import read_config
@@ -58,7 +58,7 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     layers = decoder_layers(model, config.num_hidden_layers)
     tokenizer = _tokenizer(path, trust_remote_code)
     template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
-    _, recurrent, refusal = layer_kinds(model, layers)
+    _, recurrent, no_trees = layer_kinds(model, layers)
     context = stated.get("max_position_embeddings") or stated.get("n_positions")
     if context is None:
         notice(f"assumed: a context of {CONTEXT:,} tokens: its configuration states none")
@@ -66,7 +66,7 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
         path=path, parameters=sum(weight.numel() for weight in model.parameters()),
         layers=len(layers), width=config.hidden_size, vocab=readout.weight.shape[0], context=context or CONTEXT,
         packable=recurrent is None, chat=tokenizer is None or bool(template),
-        thinks=any(text in template for text in THOUGHTS), refusal=refusal,
+        thinks=any(text in template for text in THOUGHTS), refusal=None if no_trees is None else f"{no_trees}; {UNTRIED}",
     )  # fmt: skip
 
 

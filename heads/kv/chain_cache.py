@@ -1,0 +1,125 @@
+"""The caches of models whose states cannot branch along a tree (Mamba-2, short convolutions, chunked attention): candidates form a chain.
+
+Each row has transformers' own cache. Before a pass it is copied, which is cheap: keys and values are extended by new tensors, so the copy
+shares the old ones, and states, which are written in place, have a fixed size. If all candidates are accepted, the cache after the pass
+stands. Otherwise the copy does, and the accepted tokens are *pending*: the next pass reads them again in front of its candidates, since
+more tokens in a pass cost less than another pass. A cache of keys and values alone is cut instead. Shape suffix: B batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+MOST_PENDING = 8
+"""Pending tokens beyond which they are read in a pass of their own."""
+
+
+def copied(cache: DynamicCache) -> DynamicCache:
+    """Return a copy that passes over the other leave as it is."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in other.layers:
+        vars(layer).update({name: _states(value) for name, value in vars(layer).items() if isinstance(value, (dict, list))})
+    return other
+
+
+def _states(value: Any) -> Any:
+    """States of a layer, which passes write in place, or names and flags of them."""
+    if isinstance(value, dict):
+        return {key: _states(one) for key, one in value.items()}
+    return [_states(one) for one in value] if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
+
+
+def mixers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the model's layers of Mamba-2."""
+    return [module for module in model.modules() if isinstance(vars(module).get("chunk_size"), int)]
+
+
+@contextmanager
+def as_steps(mixers: Sequence[nn.Module], positions: int) -> Iterator[None]:
+    """Let layers of Mamba-2 compute a pass of so many tokens as passes of one token.
+
+    Some, as in Nemotron-H and Zamba2, have a smallest time step in passes of several tokens only. On a CPU, without Mamba-2's kernels,
+    they compute whole chunks, 256 positions for a pass of a few.
+    """
+    before = [(mixer.chunk_size, mixer.time_step_limit) for mixer in mixers]
+    try:
+        for mixer, (size, _) in zip(mixers, before, strict=True):
+            on_cpu = next(mixer.parameters()).device.type == "cpu"
+            mixer.chunk_size, mixer.time_step_limit = min(positions, size) if on_cpu else size, (0.0, math.inf)
+        yield
+    finally:
+        for mixer, (size, limit) in zip(mixers, before, strict=True):
+            mixer.chunk_size, mixer.time_step_limit = size, limit
+
+
+class ChainRow:
+    """The cache of one row, of which it owns all but the tokens that are pending."""
+
+    def __init__(self, cache: DynamicCache, length: int) -> None:
+        self.cache, self.length = cache, length
+        self.pending: list[int] = []
+        self._before: DynamicCache | None = None
+        self._chain: list[int] = []
+
+    def read(self, chain: list[int], run: Callable[[list[int], int, DynamicCache], Any]) -> Any:
+        """Read what is pending, the root and its candidates: ``run(tokens, their first position, cache)``, whose result is returned."""
+        if len(self.pending) > MOST_PENDING:
+            run(self.pending, self.length - len(self.pending), self.cache)
+            self.pending = []
+        self._before, self._chain = copied(self.cache) if len(chain) > 1 else None, chain
+        return run([*self.pending, *chain], self.length - len(self.pending), self.cache)
+
+    def keep(self, count: int) -> None:
+        """Keep the first ``count`` tokens of the chain that was read."""
+        self.length += count
+        if count == len(self._chain):
+            self.pending = []
+        elif all(type(layer) is DynamicLayer for layer in self.cache.layers):
+            self.pending = []
+            for layer in self.cache.layers:
+                layer.keys, layer.values = layer.keys[..., : self.length, :], layer.values[..., : self.length, :]
+        else:
+            assert self._before is not None
+            self.cache, self.pending = self._before, self.pending + self._chain[:count]
+        self._before = None
+
+
+class ChainCache:
+    """The rows of a batch, as `RaggedCache` has them."""
+
+    memory = None
+
+    def __init__(self, rows: list[ChainRow], device: torch.device) -> None:
+        self.rows, self.device = rows, device
+
+    @property
+    def lengths_B(self) -> Tensor:
+        return torch.tensor([row.length for row in self.rows], device=self.device)
+
+    @property
+    def longest(self) -> int:
+        return max(row.length for row in self.rows)
+
+    def keep(self, paths: list[list[int]], added: None = None) -> None:
+        for row, path in zip(self.rows, paths, strict=True):
+            row.keep(len(path))
+
+    def join(self, other: ChainCache) -> None:
+        self.rows = self.rows + other.rows
+
+    def replace(self, rows: list[int], other: ChainCache) -> None:
+        new = dict(zip(rows, other.rows, strict=True))
+        self.rows = [new.get(number, row) for number, row in enumerate(self.rows)]
+
+    def select(self, rows: list[int]) -> None:
+        self.rows = [self.rows[number] for number in rows]
