@@ -22,7 +22,8 @@ from headstart.chat.conversation import Chat
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.base import Drafter, require_count
-from headstart.heads.checkpoint import AGAIN, METADATA, chat_of, load_drafter, read_metadata
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import AGAIN, chat_of, load_drafter, read_metadata
 from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.capture.capture import BackendName, warn_once
 from headstart.inference.capture.watch import dependencies

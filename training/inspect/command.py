@@ -14,7 +14,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
-from headstart.heads.checkpoint import METADATA, read_metadata
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import read_metadata
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash, settle
 from headstart.support.hub import local_or_shipped

@@ -11,7 +11,7 @@ from typing import Any
 
 from headstart.heads.backbone import smaller
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.checkpoint import METADATA
+from headstart.heads.card import METADATA
 from headstart.heads.draft_model import DraftModel as Drafter
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import Files
@@ -48,11 +48,12 @@ class DraftModel(Layout):
         small = load_backbone(str(files.folder), dtype="auto", device=backbone.device)
         smaller.require_fitting(backbone, small, smaller.find_tokenizers(backbone.name, str(files.folder)))
         brought = f"its vocabulary of {small.vocab} was brought to the backbone's {backbone.vocab}"
-        heads = Heads("draft_model", {}, {}, remarks=[brought] if small.vocab != backbone.vocab else [])
+        remarks = (brought,) if small.vocab != backbone.vocab else ()
         smaller.resize(small.model, backbone.vocab)
-        heads.arguments["architecture"] = smaller.stated_config(small.model.config)
+        arguments: dict[str, Any] = {"architecture": smaller.stated_config(small.model.config)}
+        notes: list[str] = []
         if (mask := files.config.get("pard_token")) is not None:
-            heads.arguments |= {"parallel": True, "mask_token": None if mask == backbone.vocab - 1 else mask, "depth": PARALLEL_DEPTH}
-            heads.notes.append(f"drafts in parallel; its files do not say how many tokens, {PARALLEL_DEPTH} here: --depth N for others")
-        heads.tensors = Drafter(backbone, Drafter.Config(**heads.arguments), small.model).tensors()
-        return heads
+            arguments |= {"parallel": True, "mask_token": None if mask == backbone.vocab - 1 else mask, "depth": PARALLEL_DEPTH}
+            notes.append(f"drafts in parallel; its files do not say how many tokens, {PARALLEL_DEPTH} here: --depth N for others")
+        tensors = Drafter(backbone, Drafter.Config(**arguments), small.model).tensors()
+        return Heads("draft_model", arguments, dict(tensors), notes=tuple(notes), remarks=remarks)

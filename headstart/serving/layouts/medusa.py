@@ -22,7 +22,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import Files, write_folder
 from headstart.serving.layouts.layout import Counting, Heads, Layout
-from headstart.serving.layouts.parts import over_whole_vocabulary, read_vocabulary
+from headstart.serving.layouts.parts import over_whole_vocabulary, with_vocabulary
 from headstart.support.errors import UserError
 
 PREFIX = re.compile(r"^(medusa_heads|medusa_head|heads)\.")
@@ -58,35 +58,34 @@ class Medusa(Layout):
         heads = Heads("medusa", {"depth": depth, "layers": layers}, tensors)
         stated = _stated(config, LAYERS) or layers
         if layers == 1 and stated > 1 and "0.1.weight" not in tensors:
-            tensors |= {name.replace(".0.", f".{i}.", 1): tensor for name, tensor in tensors.items() if BLOCK.fullmatch(name)
+            repeated = {name.replace(".0.", f".{i}.", 1): tensor for name, tensor in tensors.items() if BLOCK.fullmatch(name)
                         for i in range(1, stated)}  # fmt: skip
-            heads.arguments["layers"] = layers = stated
-            heads.notes.append(f"config.json states {layers} blocks a head and the file holds one, which FasterDecoding's code repeats")
+            layers, note = stated, f"config.json states {stated} blocks a head and the file holds one, which FasterDecoding's code repeats"
+            heads = heads.plus({"layers": layers}, repeated, [note])
         elif stated != layers:
-            heads.remarks.append(f"config.json states {stated} blocks per head, the file holds {layers}")
+            heads = heads.plus(remarks=[f"config.json states {stated} blocks per head, the file holds {layers}"])
         if (count := _stated(config, HEADS) or depth) != depth:
-            heads.remarks.append(f"config.json states {count} heads, the file holds {depth}: all {depth} are used")
+            heads = heads.plus(remarks=[f"config.json states {count} heads, the file holds {depth}: all {depth} are used"])
         if not config.get("medusa_fc_bias") and any(bool(x.any()) for name, x in tensors.items() if name.endswith("linear.bias")):
-            heads.remarks.append("medusa_fc_bias is not true in config.json, so vLLM drops the biases")
-        outputs = [f"{k}.{layers}.weight" for k in range(depth)]
-        tensors |= {name: tensors.pop(f"{k}.lm") for k, name in enumerate(outputs) if f"{k}.lm" in tensors}
-        _complete(heads, config, outputs, backbone)
-        read_vocabulary(heads, outputs, backbone.vocab, path)
-        return heads
+            heads = heads.plus(remarks=["medusa_fc_bias is not true in config.json, so vLLM drops the biases"])
+        outputs = {f"{k}.lm": f"{k}.{layers}.weight" for k in range(depth)}
+        renamed = {name: tensors[theirs] for theirs, name in outputs.items() if theirs in tensors}
+        heads = _completed(heads.without(outputs).plus(tensors=renamed), config, [*outputs.values()], backbone)
+        return with_vocabulary(heads, [*outputs.values()], backbone.vocab, path)
 
 
-def _complete(heads: Heads, config: Mapping[str, Any], outputs: list[str], backbone: Backbone) -> None:
+def _completed(heads: Heads, config: Mapping[str, Any], outputs: list[str], backbone: Backbone) -> Heads:
     """Add the output layers and biases that files of some kinds share or lack."""
-    tensors = heads.tensors
-    if config.get("original_lm_head") and outputs[0] in tensors:
-        tensors |= {name: tensors[outputs[0]] for name in outputs}
-        heads.notes.append("original_lm_head: the first output layer is that of all heads")
-    elif not any(name in tensors for name in outputs):
-        tensors |= dict.fromkeys(outputs, backbone.unembed.weight.detach().cpu())
-        heads.notes.append("without output layers of their own (version 2): the heads start with copies of the backbone's")
-    if not any(name.endswith(".linear.bias") for name in tensors):
-        tensors |= {name.replace("weight", "bias"): torch.zeros(backbone.dim) for name in list(tensors) if name.endswith(".linear.weight")}
-        heads.notes.append("blocks without biases, which are zero here")
+    if config.get("original_lm_head") and outputs[0] in heads.tensors:
+        note = "original_lm_head: the first output layer is that of all heads"
+        heads = heads.plus(tensors=dict.fromkeys(outputs, heads.tensors[outputs[0]]), notes=[note])
+    elif not any(name in heads.tensors for name in outputs):
+        note = "without output layers of their own (version 2): the heads start with copies of the backbone's"
+        heads = heads.plus(tensors=dict.fromkeys(outputs, backbone.unembed.weight.detach().cpu()), notes=[note])
+    if any(name.endswith(".linear.bias") for name in heads.tensors):
+        return heads
+    zeros = {name.replace("weight", "bias"): torch.zeros(backbone.dim) for name in heads.tensors if name.endswith(".linear.weight")}
+    return heads.plus(tensors=zeros, notes=["blocks without biases, which are zero here"])
 
 
 def _stated(config: Mapping[str, Any], keys: tuple[str, str]) -> int | None:
@@ -130,14 +129,14 @@ class Hydra(Layout):
         tensors = files.read(name for name in files.shapes if name != UNUSED)
         heads = Heads("hydra", {"depth": depth, "layers": stored, "prefix_attention": prefix}, tensors)
         if (stated := config.get("hydra_num_heads")) not in (None, depth):
-            heads.notes.append(f"config.json states {stated} heads, the file holds {depth}: all {depth} are used")
+            heads = heads.plus(notes=[f"config.json states {stated} heads, the file holds {depth}: all {depth} are used"])
         layers = config.get("hydra_num_layers") or stored
         if layers > stored == 2:  # the file holds the repeated block once
             step, first = (2, 3) if prefix else (1, 1)
-            for name in [name for name in tensors if re.match(rf"hydra_mlp\.\d+\.{first}\.linear\.", name)]:
-                tensors |= {name.replace(f".{first}.linear.", f".{first + step * i}.linear."): tensors[name] for i in range(1, layers - 1)}
-            heads.arguments["layers"] = layers
-            heads.notes.append(f"config.json states {layers} blocks a head and the file holds two, of which the code repeats the second")
+            second = {name: x for name, x in tensors.items() if re.match(rf"hydra_mlp\.\d+\.{first}\.linear\.", name)}
+            repeated = {name.replace(f".{first}.linear.", f".{first + step * i}.linear."): tensor for name, tensor in second.items()
+                        for i in range(1, layers - 1)}  # fmt: skip
+            note = f"config.json states {layers} blocks a head and the file holds two, of which the code repeats the second"
+            heads = heads.plus({"layers": layers}, repeated, [note])
         outputs = [f"hydra_lm_head.{k}.{'1.' if prefix else ''}{part}" for k in range(depth) for part in ("weight", "bias")]
-        read_vocabulary(heads, outputs, backbone.vocab, path)
-        return heads
+        return with_vocabulary(heads, outputs, backbone.vocab, path)

@@ -13,7 +13,7 @@ from headstart.heads.mlp import PREFIX
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import Files, write_folder
 from headstart.serving.layouts.layout import Counting, Heads, Layout, whole_number
-from headstart.serving.layouts.parts import over_whole_vocabulary, read_vocabulary
+from headstart.serving.layouts.parts import over_whole_vocabulary, with_vocabulary
 from headstart.support.errors import UserError
 
 SHARED = re.compile(re.escape(PREFIX) + r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
@@ -57,5 +57,4 @@ class MlpSpeculator(Layout):
             "scale_input": bool(config.get("scale_input", False)),
         }
         heads = Heads("mlp", arguments, tensors)
-        read_vocabulary(heads, [f"{PREFIX}head.{k}.weight" for k in range(1 if tied else depth)], backbone.vocab, path)
-        return heads
+        return with_vocabulary(heads, [f"{PREFIX}head.{k}.weight" for k in range(1 if tied else depth)], backbone.vocab, path)

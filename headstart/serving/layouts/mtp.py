@@ -121,7 +121,7 @@ class MtpStitch(Layout):
         tensors = files.read(name for name in wanted if name in files.shapes)
         arguments = {"layout": names.name} | ({"shared": False, "depth": modules} if modules > 1 else {})
         rest = len(files.shapes) - len(tensors)
-        notes = [f"{rest} tensors of the model beside the modules are left out"] if rest else []
+        notes = (f"{rest} tensors of the model beside the modules are left out",) if rest else ()
         return Heads("mtp", arguments, tensors, notes=notes)
 
 
