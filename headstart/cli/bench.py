@@ -81,7 +81,7 @@ def bench(args: argparse.Namespace) -> int:
     report = compare(subject.heads, subject.prompts, plan, subject.prompter, subject.others)
     report |= {"backbone": subject.name, "prompts_files": args.prompts}
     if args.html is not None:
-        from headstart.inference.bench.page import report_page
+        from headstart.inference.bench.table import report_page
 
         write_text(args.html, report_page(report))
     write_json(args.json, report)

@@ -1,15 +1,15 @@
-"""The commands around training: ``headstart new-recipe``, ``cache``, ``serve-features``, ``regenerate``, ``plan``, ``inspect``, ``schema``.
-
-Libraries are imported when a command runs.
+"""The commands around training: ``headstart new-recipe``, ``cache``, ``serve-features``, ``regenerate``, ``plan``, ``inspect``, ``schema``;
+and ``compile``. Libraries are imported when a command runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from headstart.cli.arguments import add_no_compile, add_recipe, count
+from headstart.cli.arguments import BATCH, HEADS, add_loading, add_no_compile, add_recipe, count
 from headstart.support.errors import UserError
 
 NEW_RECIPE_EXAMPLE = """examples:
@@ -43,8 +43,7 @@ def new_recipe(args: argparse.Namespace) -> int:
     from headstart.training.plan.plan import find_machine, plan
     from headstart.training.plan.table import lines
     from headstart.training.recipe.recipe import Recipe
-    from headstart.training.rules.model import read_facts
-    from headstart.training.rules.propose import own_data, propose, require_method
+    from headstart.training.rules import own_data, propose, read_facts, require_method
 
     quiet()
     require_method(args.method)  # before the model is read
@@ -116,7 +115,7 @@ def add_serve_features(parser: argparse.ArgumentParser) -> None:
 def serve_features(args: argparse.Namespace) -> int:
     """Print the line that starts a vLLM server of a recipe's hidden states, or start it."""
     from headstart.cli.loading import quiet
-    from headstart.training.features.serve import on_cpu, run_server, server_line
+    from headstart.training.features.served import on_cpu, run_server, server_line
     from headstart.training.plan.fake_model import make_fake_models
     from headstart.training.recipe.recipe import load_recipe
 
@@ -229,4 +228,40 @@ def schema(args: argparse.Namespace) -> int:
         write_json(args.out, recipe_schema())
     elif not args.tables:
         print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+COMPILE_LAYERS_EXAMPLE = """examples:
+  headstart compile Qwen/Qwen3-0.6B
+  headstart compile --heads out/eagle3
+  headstart compile SmolLM2-135M-Instruct.Q4_1.gguf --heads smollm2 --batch-size 8
+what is compiled is kept for later commands"""
+
+
+def add_compile_layers(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart compile``."""
+    parser.add_argument("backbone", nargs="?", metavar="MODEL", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
+    parser.add_argument("--heads", metavar="DIR", help=f"compile drafts of these too: a folder, a hub id, or {', '.join(HEADS)}")
+    parser.add_argument("--batch-size", type=BATCH, default=1, metavar="N", help="sequences decoded together, at most (1)")
+    add_loading(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
+
+
+def compile_layers(args: argparse.Namespace) -> int:
+    """Compile in the foreground, with lines about the progress on standard error."""
+    from headstart.cli.loading import backbone_name, backbone_of, quiet
+    from headstart.inference.capture.plugin import required
+    from headstart.inference.generate import load
+    from headstart.support.files import write_json
+
+    quiet()
+    plugin = required()
+    if args.backbone is None and args.heads is None:
+        raise UserError("no model named; give MODEL, or --heads DIR for the model that they were trained on")
+    name = backbone_name(args.backbone, [args.heads] if args.heads else [])
+    backbone = backbone_of(name, args)
+    heads = load(args.heads, backbone, allow_finetuned=args.allow_finetuned, capture="compile")
+    found = plugin.compile_model(heads, lambda line: print(line, file=sys.stderr, flush=True), args.batch_size)
+    write_json(args.json, {"backbone": name, "heads": args.heads, **found})
+    print(f"compiled {found['parts']} parts in {found['seconds']:.0f} s, kept in {found['folder']}", file=sys.stderr)
     return 0

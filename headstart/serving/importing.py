@@ -20,9 +20,8 @@ from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts, measure_tau
-from headstart.serving.layouts.files import PROVENANCE, read_files, require_new
+from headstart.serving.layouts.files import PROVENANCE, read_files, require_new, stated_format
 from headstart.serving.layouts.layout import Counting
-from headstart.serving.layouts.quantize import stated_format
 from headstart.serving.reading import build, layout_of, require_fit, stored_dtype
 from headstart.support.devices import spread
 from headstart.support.errors import UserError

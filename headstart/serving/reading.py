@@ -14,13 +14,11 @@ from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import check_contract, read_drafter, read_metadata
 from headstart.heads.methods import construct_drafter, require_weights
 from headstart.serving.layouts.block import Block, DflashHf
-from headstart.serving.layouts.draft_model import DraftModel
 from headstart.serving.layouts.eagle3 import Eagle, Eagle3
 from headstart.serving.layouts.files import DamagedError, Files
 from headstart.serving.layouts.layout import Counting, Heads, Layout
-from headstart.serving.layouts.medusa import Hydra, Medusa
-from headstart.serving.layouts.mlp import MlpSpeculator
-from headstart.serving.layouts.mtp import MtpStitch
+from headstart.serving.layouts.medusa import Hydra, Medusa, MlpSpeculator
+from headstart.serving.layouts.mtp import DraftModel, MtpStitch
 from headstart.serving.layouts.speculators import Speculators
 from headstart.support.errors import UserError
 
