@@ -11,6 +11,8 @@ from pathlib import Path
 
 from headstart.cli.arguments import BATCH, HEADS, add_loading, add_no_compile, add_recipe, count
 from headstart.support.errors import UserError
+from headstart.support.files import require_writable, write_json, write_text
+from headstart.support.text import read_text
 
 NEW_RECIPE_EXAMPLE = """examples:
   headstart new-recipe embedded --data my_chats.jsonl --out recipe.yaml
@@ -39,7 +41,6 @@ def new_recipe(args: argparse.Namespace) -> int:
     """Write a recipe for a model; print it and its plan."""
     from headstart.cli.loading import quiet
     from headstart.support.config import parse
-    from headstart.support.files import require_writable, write_json, write_text
     from headstart.training.plan.plan import find_machine, plan
     from headstart.training.plan.table import lines
     from headstart.training.recipe.recipe import Recipe
@@ -95,7 +96,6 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 def cache(args: argparse.Namespace) -> int:
     """Cache target hidden states for training."""
-    from headstart.support.files import write_json
     from headstart.training.features.caching import write_cache
     from headstart.training.recipe.recipe import load_recipe
 
@@ -140,7 +140,6 @@ def add_regenerate(parser: argparse.ArgumentParser) -> None:
 
 def regenerate(args: argparse.Namespace) -> int:
     """Replace the answers of a dataset by the backbone's own; the exit status is 1 if rows could not be asked."""
-    from headstart.support.files import write_json
     from headstart.training.recipe.recipe import load_recipe
     from headstart.training.regenerate.regenerate import write_answers
 
@@ -163,7 +162,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     """Estimate memory, disk and time of a training run."""
     from headstart.cli.loading import quiet
-    from headstart.support.files import write_json
     from headstart.training.plan import plan
     from headstart.training.plan import table as plan_table
     from headstart.training.recipe.recipe import load_recipe
@@ -190,8 +188,6 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
-    from headstart.support.errors import UserError
-    from headstart.support.files import write_json, write_text
     from headstart.support.terminal import stdout_console
     from headstart.training.inspect.command import inspect
     from headstart.training.inspect.recipe import sample_page
@@ -216,8 +212,6 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
 
 def schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of recipes or write it to a file; with ``--tables``, update the tables of a Markdown page."""
-    from headstart.support.files import require_writable, write_json, write_text
-    from headstart.support.text import read_text
     from headstart.training.recipe.schema import recipe_schema, with_tables
 
     require_writable("--out", args.out)
@@ -252,7 +246,6 @@ def compile_layers(args: argparse.Namespace) -> int:
     from headstart.cli.loading import backbone_name, backbone_of, quiet
     from headstart.inference.capture.plugin import required
     from headstart.inference.generate import load
-    from headstart.support.files import write_json
 
     quiet()
     plugin = required()

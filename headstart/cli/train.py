@@ -4,24 +4,21 @@ new-head`` and ``headstart check-head``, for heads of one's own. Libraries are i
 from __future__ import annotations
 
 import argparse
+import keyword
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headstart.cli.arguments import DEBUG, add_debug, add_recipe
 from headstart.cli.main import USER, Guard, rank, report
-from headstart.support.errors import UserError, waiting
-from headstart.support.files import require_folder
+from headstart.support.errors import UserError, one_line, waiting
+from headstart.support.files import atomic, require_folder
 from headstart.support.text import lasting_stderr, open_streams, require_arguments_text
 
 if TYPE_CHECKING:
     from headstart.training.recipe.recipe import Recipe
-import keyword
-from pathlib import Path
-from typing import Any
-
-from headstart.support.errors import one_line
 
 TRAIN_EXAMPLE = """examples:
   headstart train recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine
@@ -110,7 +107,6 @@ def add_new_head(parser: argparse.ArgumentParser) -> None:
 
 def new_head(args: argparse.Namespace) -> int:
     """Write a folder with a working head, a recipe and a test."""
-    from headstart.support.files import atomic
 
     name = args.name
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names or not name.islower():

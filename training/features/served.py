@@ -155,7 +155,6 @@ def _key(tokens_T: Tensor) -> bytes:
 
 # ``headstart serve-features``: the line that starts a vLLM server of a recipe's hidden states on this machine.
 
-PORT = 8000
 CONNECTOR, ON_CPU = "ExampleHiddenStatesConnector", "HiddenStatesOnCPU"
 """vLLM's own connector, and the one for its CPU build."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
