@@ -60,11 +60,12 @@ class ServedFeatures(FeatureSource):
         """Held by a check, since logits are large."""
 
     def read(self, batch: Batch) -> Features:
-        documents = [tokens_T for row in documents_of(batch) for tokens_T in row]
+        rows = documents_of(batch)
+        documents = [tokens_T for row in rows for tokens_T in row]
         for tokens_T in documents:
             self._begin(tokens_T)
         records = [self._record(tokens_T) for tokens_T in documents]
-        members = tuple(tuple(range(len(row))) for row in documents_of(batch))
+        members = tuple(tuple(range(len(row))) for row in rows)
         if not records:  # padding alone
             return self._empty(batch)
         needed = [{name: record[name] for name in (*self.form.states, "tokens")} for record in records]
