@@ -29,15 +29,14 @@ from typing import Any
 from peers_engines import DRIVERS, LLAMA, VLLM, Engine, job
 
 from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
-from headstart.cli.failures import Guard
 from headstart.cli.loading import backbone_name
+from headstart.cli.main import Guard
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import resolve
 from headstart.inference.bench.bench import Plan, compare, those_that_fit
 from headstart.inference.bench.judging import FAULT, name, sentence
-from headstart.inference.bench.page import report_page
 from headstart.inference.bench.systems import AR
-from headstart.inference.bench.table import rows_at, settings_of
+from headstart.inference.bench.table import report_page, rows_at, settings_of
 from headstart.serving.export import Request, export
 from headstart.serving.verify import vllm
 from headstart.support.devices import NAMES, dtype_name

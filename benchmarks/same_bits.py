@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headstart.chat.prompts import Prompter, read_prompts
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.inference.bench.logits import LogitsComparison, continued
+from headstart.inference.bench.judging import LogitsComparison, continued
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.tree import TreeShape

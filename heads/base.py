@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.features import Anchors, Features, gather_anchors
 from headstart.heads.backbone.hooks import recomputed
+from headstart.heads.card import Contents, write_checkpoint
 from headstart.heads.kv.rows import RowState
 from headstart.support.config import Depth, StrictModel
 from headstart.support.errors import UserError
@@ -177,9 +178,7 @@ class Drafter(nn.Module, ABC):
 
     def forward_dense(self, features: Features) -> list[Tensor]:
         """Compute `forward` at all positions. Raises UserError for a drafter that needs no training, such as early exit."""
-        from headstart.heads.methods import methods
-
-        raise UserError(f"{type(self).__name__} drafts without training; train one of {', '.join(methods())}")
+        raise UserError(f"{type(self).__name__} drafts without training; train another method, such as eagle3 or medusa")
 
     def recompute(self) -> None:
         """Enable gradient checkpointing. Raises UserError if the drafter does not support it."""
@@ -266,9 +265,10 @@ class Drafter(nn.Module, ABC):
 
     def save_pretrained(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint that `headstart.load` and serving engines load; ``extra`` is stored as its provenance."""
-        from headstart.heads.checkpoint import save_drafter
-
-        save_drafter(self, Path(folder), dict(extra or {}))
+        kind = type(self).__module__.removeprefix("headstart.heads.")
+        config, tensors, files = self.engine_config(), self.tensors(), self.engine_files()  # may raise: before anything is written
+        contents = Contents(kind, self.arguments, self.taps, config, files, self.file_name, tensors)
+        write_checkpoint(Path(folder), contents, self.backbone, dict(extra or {}))
 
 
 def require_count(name: str, value: Any, least: int = 1, of: str = "drafter", most: int | None = None) -> None:

@@ -1,12 +1,4 @@
-"""Drafter checkpoints: a directory that serving engines load, plus ``headstart.json`` with metadata.
-
-config.json             for serving engines (`Drafter.engine_config`)
-<file_name>             safetensors weights under the engines' names (`Drafter.tensors`)
-...                     further files that engines expect (`Drafter.engine_files`)
-headstart.json          kind and arguments, the backbone's contract, a hash of the weights, provenance
-adapter/                the backbone's PEFT adapter, if any: heads trained with it draft for the adapted backbone
-custom_generate/        code for transformers' `custom_generate`; loading heads does not run it
-"""
+"""Load the checkpoints of drafters (card.py), and compare the backbones that they were trained on and are loaded on."""
 
 from __future__ import annotations
 
@@ -18,28 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.conversation import Chat
 from headstart.chat.template import ChatSettings, template_hash
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.fingerprint import VERSION, tokenizer_digest
+from headstart.heads.backbone.fingerprint import tokenizer_digest
 from headstart.heads.backbone.model_config import end_tokens, read_sizes
 from headstart.heads.backbone.shipped import resolve_heads
 from headstart.heads.base import Drafter
-from headstart.heads.card import Card
-from headstart.heads.custom_generate import carried_files
+from headstart.heads.card import FORMAT, METADATA, Card
 from headstart.heads.methods import built_in, construct_drafter, require_weights
 from headstart.support.errors import UserError, notice
-from headstart.support.files import atomic, file_hash, flush, settle, transaction
+from headstart.support.files import atomic, file_hash, flush, settle
 from headstart.support.hub import find_folder, inside
 from headstart.support.json_text import fault, read_json
 
-METADATA = "headstart.json"
 AGAIN = "train or fetch the heads again"
-FORMAT = 1
 ADAPTER_FILES = [f"{ADAPTER}/{file}" for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
 
@@ -72,39 +61,6 @@ def chat_of(path: str | Path | None, tokenizer: PreTrainedTokenizerBase | None, 
     return Chat(tokenizer, replace(settings, ends=end_tokens(backbone.model.generation_config)))
 
 
-def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
-    """Write the checkpoint; its files replace those of an earlier save in one step (see `transaction`)."""
-    config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()  # may raise: before anything is written
-    backbone = drafter.backbone
-    trained_on: dict[str, Any] = {"fingerprint": VERSION, "precision": backbone.precision}
-    if "tokenizer" in extra:
-        trained_on["tokenizer"] = extra.pop("tokenizer")
-    if backbone.gguf is not None:
-        trained_on["stored"], extra = backbone.gguf.stored, {**extra, "gguf": backbone.gguf.provenance}
-    with transaction(folder) as new:
-        for name, content in (files | carried_files()).items():
-            (new / name).parent.mkdir(exist_ok=True)
-            (new / name).write_bytes(content)
-        if backbone.adapter is not None:
-            (new / ADAPTER).mkdir()
-            backbone.adapter.save(new / ADAPTER)
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        file, config_file = new / drafter.file_name, new / "config.json"
-        config_file.write_text(json.dumps(config, indent=2) + "\n")
-        save_file(tensors, file, metadata={"format": "pt"})
-        file.chmod(config_file.stat().st_mode)  # safetensors creates it with mode 600
-        card = {
-            "format": FORMAT,
-            "kind": type(drafter).__module__.removeprefix("headstart.heads."),
-            "arguments": drafter.arguments,
-            "backbone": backbone.name,
-            "contract": backbone.contract() | trained_on | {"taps": list(drafter.taps), "adapter": backbone.adapter_digest},
-            "weights": {"file": drafter.file_name, "sha256": file_hash(file)},
-            "provenance": extra,
-        }
-        (new / METADATA).write_text(json.dumps(card, indent=2) + "\n")
-
-
 def add_provenance(folder: Path, added: dict[str, Any]) -> None:
     """Add to the provenance of a saved checkpoint, or replace entries of it, atomically; no other file is touched."""
     settle(folder)
@@ -116,7 +72,7 @@ def add_provenance(folder: Path, added: dict[str, Any]) -> None:
 
 
 def require_savable(drafter: Drafter) -> None:
-    """Make what `save_drafter` writes beside the weights, so that what it would raise is raised before a training."""
+    """Make what a save writes beside the weights, so that what it would raise is raised before a training."""
     drafter.engine_config()
     drafter.engine_files()
     drafter.backbone.contract()

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads.checkpoint import METADATA
+from headstart.heads.card import METADATA
 from headstart.inference.generate import GenerateOutput, SpeculativeModel, load
 from headstart.inference.handover import share
 from headstart.support.errors import UserError

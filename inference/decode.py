@@ -21,8 +21,7 @@ from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.texts import Prompts, Texts
-from headstart.inference.engine.tree import CandidateTree, TreeShape, VerifiedTree
-from headstart.inference.engine.verify import accept, pick
+from headstart.inference.engine.tree import CandidateTree, TreeShape, VerifiedTree, accept, pick
 from headstart.inference.policy import Policy
 from headstart.inference.sources.source import Accepted, DraftScoring, Rows
 from headstart.inference.steps import PARTS, Step

@@ -22,14 +22,14 @@ from headstart.chat.conversation import Chat
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.base import Drafter, require_count
-from headstart.heads.checkpoint import AGAIN, METADATA, chat_of, load_drafter, read_metadata
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import AGAIN, chat_of, load_drafter, read_metadata
 from headstart.inference.adaptive.acceptance import Acceptance
-from headstart.inference.capture.capture import BackendName, warn_once
-from headstart.inference.capture.watch import dependencies
+from headstart.inference.capture.capture import BackendName, dependencies, warn_once
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.noise import row_seeds
-from headstart.inference.engine.request import Request, read_request, require_all_rows, require_memory, require_sides
+from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_sides
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.handover import entry, handed_streamer, turn
 from headstart.inference.output import GenerateOutput, output_of
@@ -159,7 +159,8 @@ class SpeculativeModel:
         streamer = handed_streamer(model) if streamer is None else streamer
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         require_sides(request, self.backbone)
-        require_apart(request, self.backbone)
+        if request.beams is not None and (reason := self.backbone.no_trees or self.backbone.dependence) is not None:
+            raise UserError(f"beams share passes, where {reason}; allowed: num_beams=1")
         if self.backbone.dependence is not None:
             speculate, batch_size = False, 1
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
@@ -211,13 +212,6 @@ class SpeculativeModel:
             for drafter in self.drafters:
                 stack.enter_context(Evaluation(drafter)())
             yield
-
-
-def require_apart(request: Request, backbone: Backbone) -> None:
-    """Raise UserError for beams on a model with a `dependence`, or without trees: they share passes."""
-    reason = backbone.no_trees or backbone.dependence
-    if request.beams is not None and reason is not None:
-        raise UserError(f"beams share passes, where {reason}; allowed: num_beams=1")
 
 
 def load(

@@ -22,9 +22,8 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.capture.backend import is_out_of_memory
-from headstart.inference.capture.capture import BackendName, Capturer
+from headstart.inference.capture.capture import HOOKED, BackendName, Capturer, hooks, sample_of
 from headstart.inference.capture.plugin import Collect
-from headstart.inference.capture.watch import HOOKED, hooks, sample_of
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.chains import reader_of
 from headstart.inference.policy import Policy

@@ -23,8 +23,7 @@ from headstart.support.errors import UserError
 from headstart.support.files import write_json, write_text
 from headstart.training.plan.plan import Machine, find_machine
 from headstart.training.recipe.yaml_text import merged, parse_yaml
-from headstart.training.rules.model import ModelFacts, read_facts
-from headstart.training.rules.propose import Proposal, fit, fits_one, propose
+from headstart.training.rules import ModelFacts, Proposal, fit, fits_one, propose, read_facts
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures.json"

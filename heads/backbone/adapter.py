@@ -49,7 +49,8 @@ class Adapter:
         require_alike(self.model, peft)
         self.loaded_here = False
         """True if it was put on a model by `load_adapter`, not by the caller."""
-        self.parameters = _adapter_parameters(self.model, peft.base_model.prefix)
+        own = (peft.base_model.prefix, ".modules_to_save.")
+        self.parameters = {name: weight for name, weight in self.model.named_parameters() if any(part in name for part in own)}
         self.dropouts = [module for name, module in self.model.named_modules() if f"{peft.base_model.prefix}dropout" in name]
         if changes_tables(self.model):
             raise UserError(SHARED)
@@ -246,10 +247,6 @@ def base_parameters(module: nn.Module, adapter: Adapter | None) -> dict[str, Ten
     """Return a module's parameters without the adapter's, under the names they have without an adapter."""
     added = set() if adapter is None else {id(weight) for weight in adapter.parameters.values()}
     return {name.replace(BASE_LAYER, "."): weight for name, weight in module.named_parameters() if id(weight) not in added}
-
-
-def _adapter_parameters(model: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
-    return {name: weight for name, weight in model.named_parameters() if prefix in name or ".modules_to_save." in name}
 
 
 def require_peft() -> Any:

@@ -15,18 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from headstart.heads.backbone import probes
+from headstart.heads.backbone import model_config, probes
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
-from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
-from headstart.heads.backbone.masks import additive_mask, rope_switch
-from headstart.heads.backbone.model_config import Attention, attention_kernel, from_gguf, load_config, loading
-from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
+from headstart.heads.backbone.probes import additive_mask, rope_switch
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
-from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
+from headstart.heads.backbone.tree_attention import EXACT_FROM, repeated_tokens, tree_attention
 from headstart.heads.backbone.versions import cache_argument, say_untested
 from headstart.support.errors import UserError, waiting
 
@@ -168,7 +165,7 @@ class Backbone:
     @property
     def precision(self) -> str:
         """Compute dtype, followed by the quantization scheme if the weights are quantized, or were in a GGUF file."""
-        scheme = quantization(self.model) if self.gguf is None else f"gguf {self.gguf.type}"
+        scheme = model_config.quantization(self.model) if self.gguf is None else f"gguf {self.gguf.type}"
         return f"{str(self.dtype).removeprefix('torch.')} {scheme}".strip()
 
     @property
@@ -263,7 +260,7 @@ def load_backbone(
     *,
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto",
     trust_remote_code: bool = False,
-    attention: Attention = "auto",
+    attention: model_config.Attention = "auto",
     device: str | torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
 ) -> Backbone:
@@ -273,13 +270,14 @@ def load_backbone(
     moves the model from the CPU to the device; by default it is moved whole. Raises UserError; for trees see `refusal`.
     """
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
-    config, gguf = load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)
+    config, gguf = model_config.load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)
     source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
-    kind = loaded_dtype(dtype, config, on)
-    with loading("backbone", path), waiting(f"loading {path}"), nullcontext() if gguf is None else from_gguf(gguf, kind, config):
+    kind = model_config.loaded_dtype(dtype, config, on)
+    reading = nullcontext() if gguf is None else model_config.from_gguf(gguf, kind, config)
+    with model_config.loading("backbone", path), waiting(f"loading {path}"), reading:
         model, report = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
-            attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
+            **source, dtype=kind, quantization_config=model_config.quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
+            attn_implementation=model_config.attention_kernel(attention), use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
     if lacking := sorted(report["missing_keys"]):
         raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
@@ -292,7 +290,7 @@ def load_backbone(
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a backbone's tokenizer. Raises UserError if there is none."""
-    with loading("tokenizer", path), waiting(f"loading the tokenizer of {path}"):
+    with model_config.loading("tokenizer", path), waiting(f"loading the tokenizer of {path}"):
         if (gguf := find_gguf(path)) is None:
             return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
         from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer  # here, since few backbones are such files

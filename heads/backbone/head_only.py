@@ -20,9 +20,8 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.hooks import replaced_forward
-from headstart.heads.backbone.model_config import empty_model, load_config
+from headstart.heads.backbone.model_config import INTEGERS, empty_model, load_config, loaded_dtype, quantizing
 from headstart.heads.backbone.probes import decoder_of, find_postprocessing
-from headstart.heads.backbone.quantization import INTEGERS, loaded_dtype, quantizing
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.backbone.weight_files import WeightFiles
 from headstart.support.errors import UserError

@@ -128,7 +128,7 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, T
 
 
 @contextmanager
-def nudged(layers: nn.ModuleList, seed: int = 0) -> Iterator[None]:
+def nudged(layers: nn.ModuleList) -> Iterator[None]:
     """Move every value that a layer returns by a unit in the last place, up, down or not at all, while the model runs in this thread.
 
     What that changes is what rounding otherwise in every layer may change.
@@ -140,7 +140,7 @@ def nudged(layers: nn.ModuleList, seed: int = 0) -> Iterator[None]:
         if threading.get_ident() != thread:
             return output
         hidden = output[0] if isinstance(output, tuple) else output
-        generator = drawn.setdefault(hidden.device, torch.Generator(hidden.device).manual_seed(seed))
+        generator = drawn.setdefault(hidden.device, torch.Generator(hidden.device).manual_seed(0))
         signs = torch.randint(-1, 2, hidden.shape, generator=generator, device=hidden.device)
         moved = hidden + hidden.abs() * torch.finfo(hidden.dtype).eps * signs
         return (moved, *output[1:]) if isinstance(output, tuple) else moved

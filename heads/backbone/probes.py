@@ -1,5 +1,5 @@
-"""Checks of a model: where its layers are, and test passes that show whether it follows tree masks and how it makes its logits; later, that
-it is still the same."""
+"""Checks of a model: where its layers are and what they may attend to, and test passes that show whether it follows tree masks and how it
+makes its logits; later, that it is still the same."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from headstart.heads.backbone.adapter import SHARED, changes_tables, require_alike
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.masks import attention_windows, follows_no_mask, reads_ahead
-from headstart.heads.backbone.recurrent import Branch, Recurrent, find_recurrent
+from headstart.heads.backbone.recurrent import KIND, Branch, Recurrent, find_recurrent
 from headstart.heads.backbone.versions import CACHE
-from headstart.heads.kv.chain_cache import as_steps, copied, mixers_of
+from headstart.heads.kv.chain_cache import chain_fault
 from headstart.support.errors import UserError, cause
 
 
@@ -130,42 +129,14 @@ def mask_refusal(
 TRAINABLE = "train and export only, engines decode with the heads"
 """What is left for a model that can verify neither trees nor chains here."""
 UNTRIED = f"whether it decodes here, with chains of drafts, is tried when its weights are loaded; else {TRAINABLE}"
-SHORT = 4
-"""Tokens of a pass whose results are compared with those of single tokens."""
 
 
 def chain_refusal(model: PreTrainedModel, read: Callable[..., Features], tokens_1N: Tensor, no_trees: str | None) -> str | None:
     """Return why a model that verifies no trees cannot verify chains either; None if it can. ``read`` is `Backbone.read`."""
     if no_trees is None or not computes(model.get_input_embeddings().weight):
         return None if no_trees is None else f"{no_trees}; {UNTRIED}"
-    fault = _chain_fault(model, read, tokens_1N)
+    fault = chain_fault(model, read, tokens_1N)
     return None if fault is None else f"{no_trees}, {fault} (transformers {transformers.__version__}); {TRAINABLE}"
-
-
-@torch.no_grad()
-def _chain_fault(model: PreTrainedModel, read: Callable[..., Features], tokens_1N: Tensor) -> str | None:
-    """A pass of several tokens after others must compute what passes of one do, within rounding; a copied cache must stay as it was."""
-    N = tokens_1N.shape[1]
-    place_1N, start = torch.arange(N, device=tokens_1N.device)[None], N - SHORT
-
-    def of(at: int, end: int, cache: DynamicCache) -> Tensor:
-        with as_steps(mixers, end - at) if at else nullcontext():
-            return read(tokens_1N[:, at:end], cache, place_1N[:, at:end]).hidden_BTD
-
-    try:
-        cache, mixers = DynamicCache(config=model.config.get_text_config()), mixers_of(model)
-        of(0, start, cache)
-        copies = [copied(cache) for _ in range(3)]
-        many, again = of(start, N, cache), of(start, N, copies[0])
-        one, two = (torch.cat([of(at, at + n, copies[n]) for at in range(start, N, n)], 1) for n in (1, 2))
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        return f"nor does it go on from a copied cache ({cause(error)})"
-    size, eps = one.abs().max().item(), torch.finfo(one.dtype).eps
-    rounding, stale, apart = ((many - other).abs().max().item() for other in (two, again, one))
-    if not max(rounding, stale) <= max(1e-3, 8 * eps) * size:
-        return "and a pass of several tokens does not go on from the state before it"
-    passes = apart <= max(4 * rounding, max(1e-4, 4 * eps) * size)
-    return None if passes else "and a pass of one token computes otherwise than a pass of several"
 
 
 POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -251,3 +222,65 @@ def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     if not lists:
         raise UserError(f"{type(model).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
     return lists[0]
+
+
+KINDS_OF_LAYER = ("full_attention", "sliding_attention")
+ALIBI = ("bloom", "mpt")
+"""Types of models that add the distance of positions to a mask of their own."""
+REASONS = {
+    "recurrent": "their state has read every drafted token, so that it can neither branch along a tree nor be taken back",
+    "conv": "their window holds the last tokens read, so that it can neither branch along a tree nor be taken back",
+    "chunked_attention": "they attend within chunks of the text, which the masks of a tree do not follow",
+}
+"""Why trees cannot be verified by layers of a kind; any other kind chooses its keys in a way that masks do not govern."""
+
+
+def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
+    """Map each kind of attention layer to its window size (None: unlimited). Raises UserError for layers of an unknown kind."""
+    if config.get("model_type") in ALIBI:
+        raise UserError(follows_no_mask(model))
+    if config.get("cross_attention_layers"):
+        raise UserError(f"{type(model).__name__} has layers of cross-attention to images, which keep no keys of a text")
+    # Without layer_types all layers share one window (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo has attention_layers instead.
+    alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
+    kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
+    unknown = [kind for kind in kinds if kind not in (*KINDS_OF_LAYER, KIND)]
+    if unknown or (model._is_stateful and KIND not in kinds):
+        kind = (unknown or ["recurrent"])[0]
+        reason = REASONS.get(kind, "they choose what they attend to in a way that the masks of a tree do not govern")
+        raise UserError(f"{type(model).__name__} has layers of kind {kind!r}: {reason}")
+    return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds if kind != KIND}
+
+
+def follows_no_mask(model: PreTrainedModel) -> str:
+    """Return what is wrong with a model that reads no trees."""
+    return f"{type(model).__name__} does not follow a 4-D attention mask and explicit positions, so it can't read trees"
+
+
+def reads_ahead(model: PreTrainedModel) -> str:
+    """Return what is wrong with a model whose hidden states depend on tokens after them in a pass."""
+    fault = (
+        f"{type(model).__name__} computes other hidden states where more tokens follow in a pass, as with one dynamic scale for all of them"
+    )
+    return f"{fault}, so trees change its tokens; use another quantization, or none"
+
+
+def additive_mask(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a mask of allowed positions, ``[B, T, S]``, into what is added to the scores, ``[B, 1, T, S]``."""
+    mask_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
+    return mask_BTS.masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]
+
+
+def rope_switch(config: Any) -> tuple[int | None, bool]:
+    """Return the sequence length beyond which the rotary frequencies change (None: never), and whether they change only once.
+
+    LongRoPE (2402.13753) has one set of frequencies for short and one for long sequences; dynamic NTK scaling has one per length.
+    """
+    stated = config.to_dict()
+    rope = stated.get("rope_parameters") or {}
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]  # one for the model, or one per kind of layer
+    names = [str(one.get("rope_type")) for one in kinds]
+    if not any(name == "longrope" or "dynamic" in name for name in names):
+        return None, True
+    first = [one["original_max_position_embeddings"] for one in kinds if one.get("original_max_position_embeddings")]
+    return min([*first, stated.get("original_max_position_embeddings") or stated["max_position_embeddings"]]), "longrope" in names

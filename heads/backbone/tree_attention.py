@@ -1,4 +1,4 @@
-"""Attention of few queries beside a mask: those of a plain decoding step, or of a tree's nodes.
+"""Attention of few queries beside a mask, those of a plain decoding step or of a tree's nodes, and experts of few tokens.
 
 *Grouped-query heads.* transformers repeats keys and values for every query head whenever there is a mask and more than one query: on an
 H100, 0.7 ms of a 9.5 ms forward pass of an 8B model with room for 1,024 positions, and more with longer contexts. Here they are shared.
@@ -14,15 +14,17 @@ keys of a block, Y blocks, C head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from headstart.support.devices import is_accelerator
@@ -202,3 +204,46 @@ def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
         query, attention_mask = query[:, :, :1], attention_mask[:, :, :1]
     output_BNHC = compute(query, key, value, attention_mask, options.get("scaling")).transpose(1, 2)
     return output_BNHC.expand(-1, queries, -1, -1).contiguous(), None
+
+
+# Layers of experts. One may get one token of a tree, and the same token with others in another pass. A single row is added up in another
+# order than several (`headstart.inference.capture.onednn`), and so are few rows by MKL in fp32: fewer than 4 on an AMD EPYC, fewer than 16
+# on an Intel Xeon. So every token is given several times, and the first result of each is kept: an expert's weights are read once for all.
+
+TIMES, TIMES_FP32 = 2, (4, 8, 16)
+"""How often a token is given to its experts; in fp32 the first that is enough here."""
+_repeating: ContextVar[bool] = ContextVar("repeated tokens", default=False)
+
+
+@contextmanager
+def repeated_tokens() -> Iterator[None]:
+    """Within this context, of this thread alone, experts get every token several times."""
+    for name in ("eager", *ALL_EXPERTS_FUNCTIONS):
+        own = ALL_EXPERTS_FUNCTIONS.get(name)
+        if getattr(own, "func", None) is not _repeated:
+            ALL_EXPERTS_FUNCTIONS.register(name, partial(_repeated, own))
+    token = _repeating.set(True)
+    try:
+        yield
+    finally:
+        _repeating.reset(token)
+
+
+@cache
+def times_in_fp32() -> int:
+    """The number of rows from which on MKL adds up the products of each in one order."""
+    x, weight = torch.randn(64 + 256, 1536, generator=torch.Generator().manual_seed(0)).split([64, 256])
+    many = x @ weight.T
+    return next((times for times in TIMES_FP32 if torch.equal(x[:times] @ weight.T, many[:times])), TIMES_FP32[-1])
+
+
+def _repeated(own: Callable[..., Tensor] | None, experts: Any, hidden: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """The experts' function, outside the context unchanged. ``own`` None: their class's forward, which transformers wraps."""
+    run = type(experts).forward.__wrapped__ if own is None else own
+    if not _repeating.get() or hidden.device.type != "cpu":
+        result: Tensor = run(experts, hidden, *rest, **named)
+        return result
+    times = times_in_fp32() if hidden.dtype == torch.float32 else TIMES
+    repeat = partial(torch.repeat_interleave, repeats=times, dim=0)
+    found: Tensor = run(experts, repeat(hidden), *map(repeat, rest), **{name: repeat(one) for name, one in named.items()})
+    return found[::times]

@@ -11,16 +11,20 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+
+from headstart.support.errors import cause
 
 MOST_PENDING = 8
 """Pending tokens beyond which they are read in a pass of their own."""
+SHORT = 4
+"""Tokens of a pass whose results `chain_fault` compares with those of passes of one."""
 
 
 def copied(cache: DynamicCache) -> DynamicCache:
@@ -39,13 +43,13 @@ def _states(value: Any) -> Any:
     return [_states(one) for one in value] if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
 
 
-def mixers_of(model: nn.Module) -> list[nn.Module]:
+def mixers_of(model: nn.Module) -> list[Any]:
     """Return the model's layers of Mamba-2."""
     return [module for module in model.modules() if isinstance(vars(module).get("chunk_size"), int)]
 
 
 @contextmanager
-def as_steps(mixers: Sequence[nn.Module], positions: int) -> Iterator[None]:
+def as_steps(mixers: Sequence[Any], positions: int) -> Iterator[None]:
     """Let layers of Mamba-2 compute a pass of so many tokens as passes of one token.
 
     Some, as in Nemotron-H and Zamba2, have a smallest time step in passes of several tokens only. On a CPU, without Mamba-2's kernels,
@@ -60,6 +64,35 @@ def as_steps(mixers: Sequence[nn.Module], positions: int) -> Iterator[None]:
     finally:
         for mixer, (size, limit) in zip(mixers, before, strict=True):
             mixer.chunk_size, mixer.time_step_limit = size, limit
+
+
+@torch.no_grad()
+def chain_fault(model: PreTrainedModel, read: Callable[..., Any], tokens_1N: Tensor) -> str | None:
+    """Return why a model cannot verify chains; None if it can. ``read`` is `Backbone.read`.
+
+    A pass of several tokens after others must compute what passes of one do, within rounding, and a copied cache must stay as it was.
+    """
+    N = tokens_1N.shape[1]
+    place_1N, start = torch.arange(N, device=tokens_1N.device)[None], N - SHORT
+
+    def of(at: int, end: int, cache: DynamicCache) -> Tensor:
+        with as_steps(mixers, end - at) if at else nullcontext():
+            return read(tokens_1N[:, at:end], cache, place_1N[:, at:end]).hidden_BTD
+
+    try:
+        cache, mixers = DynamicCache(config=model.config.get_text_config()), mixers_of(model)
+        of(0, start, cache)
+        copies = [copied(cache) for _ in range(3)]
+        many, again = of(start, N, cache), of(start, N, copies[0])
+        one, two = (torch.cat([of(at, at + n, copies[n]) for at in range(start, N, n)], 1) for n in (1, 2))
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        return f"nor does it go on from a copied cache ({cause(error)})"
+    size, eps = one.abs().max().item(), torch.finfo(one.dtype).eps
+    rounding, stale, apart = ((many - other).abs().max().item() for other in (two, again, one))
+    if not max(rounding, stale) <= max(1e-3, 8 * eps) * size:
+        return "and a pass of several tokens does not go on from the state before it"
+    passes = apart <= max(4 * rounding, max(1e-4, 4 * eps) * size)
+    return None if passes else "and a pass of one token computes otherwise than a pass of several"
 
 
 class ChainRow:

@@ -101,8 +101,11 @@ class RaggedCache:
         """The store without the rows that pad it."""
         return store.narrow(dim, 0, len(self._lengths))
 
-    def keep(self, paths: list[list[int]], added: Added | None = None) -> None:
-        """Append the nodes ``paths[b]`` to row b: move their keys and values to its end. ``added``: see `Reader.tree`."""
+    def keep(self, paths: list[list[int]], added: Added | None = None, lengths: list[int] | None = None) -> None:
+        """Append the nodes ``paths[b]`` to row b: move their keys and values to its end. ``added``: see `Reader.tree`.
+
+        ``lengths`` of the rows from now on: nodes beyond them stay nodes; None: all are the row's.
+        """
         counts = list(map(len, paths))
         if any(path != list(range(len(path))) for path in paths):
             longest = max(counts)
@@ -116,6 +119,8 @@ class RaggedCache:
             assert added is not None
             last_B = torch.tensor([path[-1] for path in paths], device=self.lengths_B.device)
             self.states.overwrite(self.states.behind(added, pad_rows(last_B, len(added.seen_BNM))))
+        if lengths is not None:
+            counts = [new - length for new, length in zip(lengths, self._lengths, strict=True)]
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         self.lengths_B = self.lengths_B + (counts[0] if len({*counts}) == 1 else torch.tensor(counts, device=self.lengths_B.device))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headstart.cli.arguments import BATCH, HEADS, NODES, SEED, WIDTH, add_no_compile, add_shared, add_style, count, temperature
 from headstart.support.errors import UserError, waiting
+from headstart.support.files import as_path, write_json, write_text
 
 if TYPE_CHECKING:
     from headstart.chat.prompts import Prompt, Prompter
@@ -69,8 +70,7 @@ def bench(args: argparse.Namespace) -> int:
         from headstart.inference.bench.bench import compare
         from headstart.inference.capture.plugin import compile_lacking
     from headstart.inference.bench.judging import FAULT
-    from headstart.inference.bench.table import print_report
-    from headstart.support.files import write_json, write_text
+    from headstart.inference.bench.table import print_report, report_page
     from headstart.support.page import require_charts
 
     if args.html is not None:
@@ -81,8 +81,6 @@ def bench(args: argparse.Namespace) -> int:
     report = compare(subject.heads, subject.prompts, plan, subject.prompter, subject.others)
     report |= {"backbone": subject.name, "prompts_files": args.prompts}
     if args.html is not None:
-        from headstart.inference.bench.page import report_page
-
         write_text(args.html, report_page(report))
     write_json(args.json, report)
     print_report(report, sys.stdout)
@@ -176,7 +174,6 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 def compare(args: argparse.Namespace) -> int:
     """Compare two reports of ``bench``, or any number of training runs. Raises UserError for what cannot be compared."""
     from headstart.inference.bench.compare import comparison_page, print_comparison, read_comparison
-    from headstart.support.files import as_path, write_text
     from headstart.support.page import require_charts
     from headstart.training.log.runs import print_runs, read_runs
 

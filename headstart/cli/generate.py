@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cli.arguments import add_one_text, add_shared, add_style, add_template_arguments
 from headstart.support.errors import UserError, waiting
+from headstart.support.files import write_json
 from headstart.support.text import read_input, read_text
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ def generate(args: argparse.Namespace) -> int:
         from headstart.cli.loading import SafeStreamer, backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
         from headstart.inference.engine.request import require_room
         from headstart.inference.measure import continue_texts, said
-        from headstart.support.files import write_json
 
     text = _prompt(args.prompt, args.file)
     quiet()
@@ -117,7 +117,6 @@ def chat(args: argparse.Namespace) -> int:
     with waiting("importing torch and transformers"):
         from headstart.cli.conversation import Chat, converse, require_template
         from headstart.cli.loading import backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
-    from headstart.support.files import write_json
 
     quiet()
     name, prompter = model_of(args, None)

@@ -150,11 +150,11 @@ def drafting_heads(args: argparse.Namespace, backbone: Backbone) -> str | None:
     return None if args.no_draft else args.heads
 
 
-def model_of(args: argparse.Namespace, style: bool | None, prompt_tokens: int = 64) -> tuple[str, Prompter]:
+def model_of(args: argparse.Namespace, style: bool | None) -> tuple[str, Prompter]:
     """Return the name of the backbone for commands that take one set of heads, and what makes its prompts."""
     trained = [args.heads] if args.heads else []
     name = backbone_name(args.backbone, trained)
-    return name, prompter_of(name, trained, args, style, prompt_tokens)
+    return name, prompter_of(name, trained, args, style)
 
 
 def settings_of(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> Settings:

@@ -1,16 +1,18 @@
-"""The commands around training: ``headstart new-recipe``, ``cache``, ``serve-features``, ``regenerate``, ``plan``, ``inspect``, ``schema``.
-
-Libraries are imported when a command runs.
+"""The commands around training: ``headstart new-recipe``, ``cache``, ``serve-features``, ``regenerate``, ``plan``, ``inspect``, ``schema``;
+and ``compile``. Libraries are imported when a command runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from headstart.cli.arguments import add_no_compile, add_recipe, count
+from headstart.cli.arguments import BATCH, HEADS, add_loading, add_no_compile, add_recipe, count
 from headstart.support.errors import UserError
+from headstart.support.files import require_writable, write_json, write_text
+from headstart.support.text import read_text
 
 NEW_RECIPE_EXAMPLE = """examples:
   headstart new-recipe embedded --data my_chats.jsonl --out recipe.yaml
@@ -39,12 +41,10 @@ def new_recipe(args: argparse.Namespace) -> int:
     """Write a recipe for a model; print it and its plan."""
     from headstart.cli.loading import quiet
     from headstart.support.config import parse
-    from headstart.support.files import require_writable, write_json, write_text
     from headstart.training.plan.plan import find_machine, plan
     from headstart.training.plan.table import lines
     from headstart.training.recipe.recipe import Recipe
-    from headstart.training.rules.model import read_facts
-    from headstart.training.rules.propose import own_data, propose, require_method
+    from headstart.training.rules import own_data, propose, read_facts, require_method
 
     quiet()
     require_method(args.method)  # before the model is read
@@ -96,7 +96,6 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 def cache(args: argparse.Namespace) -> int:
     """Cache target hidden states for training."""
-    from headstart.support.files import write_json
     from headstart.training.features.caching import write_cache
     from headstart.training.recipe.recipe import load_recipe
 
@@ -116,7 +115,7 @@ def add_serve_features(parser: argparse.ArgumentParser) -> None:
 def serve_features(args: argparse.Namespace) -> int:
     """Print the line that starts a vLLM server of a recipe's hidden states, or start it."""
     from headstart.cli.loading import quiet
-    from headstart.training.features.serve import on_cpu, run_server, server_line
+    from headstart.training.features.served import on_cpu, run_server, server_line
     from headstart.training.plan.fake_model import make_fake_models
     from headstart.training.recipe.recipe import load_recipe
 
@@ -141,7 +140,6 @@ def add_regenerate(parser: argparse.ArgumentParser) -> None:
 
 def regenerate(args: argparse.Namespace) -> int:
     """Replace the answers of a dataset by the backbone's own; the exit status is 1 if rows could not be asked."""
-    from headstart.support.files import write_json
     from headstart.training.recipe.recipe import load_recipe
     from headstart.training.regenerate.regenerate import write_answers
 
@@ -164,7 +162,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     """Estimate memory, disk and time of a training run."""
     from headstart.cli.loading import quiet
-    from headstart.support.files import write_json
     from headstart.training.plan import plan
     from headstart.training.plan import table as plan_table
     from headstart.training.recipe.recipe import load_recipe
@@ -191,8 +188,6 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
-    from headstart.support.errors import UserError
-    from headstart.support.files import write_json, write_text
     from headstart.support.terminal import stdout_console
     from headstart.training.inspect.command import inspect
     from headstart.training.inspect.recipe import sample_page
@@ -217,8 +212,6 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
 
 def schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of recipes or write it to a file; with ``--tables``, update the tables of a Markdown page."""
-    from headstart.support.files import require_writable, write_json, write_text
-    from headstart.support.text import read_text
     from headstart.training.recipe.schema import recipe_schema, with_tables
 
     require_writable("--out", args.out)
@@ -229,4 +222,39 @@ def schema(args: argparse.Namespace) -> int:
         write_json(args.out, recipe_schema())
     elif not args.tables:
         print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+COMPILE_LAYERS_EXAMPLE = """examples:
+  headstart compile Qwen/Qwen3-0.6B
+  headstart compile --heads out/eagle3
+  headstart compile SmolLM2-135M-Instruct.Q4_1.gguf --heads smollm2 --batch-size 8
+what is compiled is kept for later commands"""
+
+
+def add_compile_layers(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart compile``."""
+    parser.add_argument("backbone", nargs="?", metavar="MODEL", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
+    parser.add_argument("--heads", metavar="DIR", help=f"compile drafts of these too: a folder, a hub id, or {', '.join(HEADS)}")
+    parser.add_argument("--batch-size", type=BATCH, default=1, metavar="N", help="sequences decoded together, at most (1)")
+    add_loading(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
+
+
+def compile_layers(args: argparse.Namespace) -> int:
+    """Compile in the foreground, with lines about the progress on standard error."""
+    from headstart.cli.loading import backbone_name, backbone_of, quiet
+    from headstart.inference.capture.plugin import required
+    from headstart.inference.generate import load
+
+    quiet()
+    plugin = required()
+    if args.backbone is None and args.heads is None:
+        raise UserError("no model named; give MODEL, or --heads DIR for the model that they were trained on")
+    name = backbone_name(args.backbone, [args.heads] if args.heads else [])
+    backbone = backbone_of(name, args)
+    heads = load(args.heads, backbone, allow_finetuned=args.allow_finetuned, capture="compile")
+    found = plugin.compile_model(heads, lambda line: print(line, file=sys.stderr, flush=True), args.batch_size)
+    write_json(args.json, {"backbone": name, "heads": args.heads, **found})
+    print(f"compiled {found['parts']} parts in {found['seconds']:.0f} s, kept in {found['folder']}", file=sys.stderr)
     return 0

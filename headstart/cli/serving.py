@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headstart.cli.arguments import DEPTH, THREADS, add_precision, add_template_arguments, count
+from headstart.support.errors import UserError
+from headstart.support.files import write_json
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
@@ -47,7 +49,6 @@ def export(args: argparse.Namespace) -> int:
     """Write heads in the layout of a serving engine and print how the engine starts with them."""
     from headstart.cli.loading import quiet
     from headstart.serving import export as exporting
-    from headstart.support.files import write_json
 
     quiet()
     report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter))
@@ -101,7 +102,6 @@ def import_heads(args: argparse.Namespace) -> int:
     """Import heads that another trainer wrote as a Headstart checkpoint."""
     from headstart.cli.loading import backbone_of, chat_settings_of, quiet
     from headstart.serving import importing as importer
-    from headstart.support.files import write_json
 
     quiet()
     variables = chat_settings_of([], args.template_arg, ()).variables
@@ -153,8 +153,6 @@ def verify(args: argparse.Namespace) -> int:
     from headstart.cli.loading import backbone_name, quiet
     from headstart.serving.verify.verify import Check, recorded
     from headstart.serving.verify.verify import verify as examine
-    from headstart.support.errors import UserError
-    from headstart.support.files import write_json
     from headstart.support.hub import find_folder
 
     quiet()
@@ -198,7 +196,6 @@ def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Ba
     from headstart.heads.checkpoint import require_sizes
     from headstart.serving.importing import Wishes, prompts_for
     from headstart.serving.layouts.checkpoint import load_ends
-    from headstart.support.errors import UserError
 
     for file in args.prompts or []:
         require_prompts(file)

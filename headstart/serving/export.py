@@ -15,7 +15,8 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import METADATA, recipe_section
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import recipe_section
 from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, nearest, readers, require_engine
 from headstart.serving.layouts.checkpoint import Checkpoint, Dtype, read_checkpoint
 from headstart.serving.layouts.files import PROVENANCE, Files, new_folder, read_files, require_new

@@ -17,13 +17,11 @@ from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import save_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts, measure_tau
-from headstart.serving.layouts.files import PROVENANCE, read_files, require_new
+from headstart.serving.layouts.files import PROVENANCE, read_files, require_new, stated_format
 from headstart.serving.layouts.layout import Counting
-from headstart.serving.layouts.quantize import stated_format
 from headstart.serving.reading import build, layout_of, require_fit, stored_dtype
 from headstart.support.devices import spread
 from headstart.support.errors import UserError
@@ -64,7 +62,7 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     heads, exported = layout.parse(files, backbone, wishes.counting), files.folder / PROVENANCE
     stated = read_json(exported, "export the heads again") if exported.is_file() else None
     if depth := wishes.depth or (stated or {}).get("depth"):  # which layouts do not say
-        heads.arguments["depth" if heads.arguments.get("parallel") else "draft_depth"] = depth
+        heads = heads.plus({"depth" if heads.arguments.get("parallel") else "draft_depth": depth})
     readings = heads.readings()[: None if stated is None else 1]  # what Headstart has exported is read as engines do
     drafters = [build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype) for reading in readings]
     prompts, measured_on = prompts_for(backbone, wishes)
@@ -84,7 +82,7 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     }
     chat: dict[str, Any] = {"template": None, "template_kwargs": dict(wishes.template_kwargs), "eos_token_id": []}
     with atomic(out, folder=True) as folder:
-        save_drafter(drafter.to(dtype=stored_dtype(best)), folder, {"imported": report, "chat": chat})
+        drafter.to(dtype=stored_dtype(best)).save_pretrained(folder, {"imported": report, "chat": chat})
     of_run = {"backbone": backbone.name, "verdict": verdict(report["readings"]), "recipe": recipe_overrides(best.kind, drafter, out)}
     return report | of_run
 

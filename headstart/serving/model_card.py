@@ -83,7 +83,7 @@ class Heads:
 
 def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
     """Return README.md for the repository ``repo``, with the backbone's licence, if it states one."""
-    base, backbone = heads.base_model or heads.shown_backbone, heads.card["backbone"]
+    backbone = heads.card["backbone"]
     train = recipe_section(heads.card["provenance"], "data").get("train") or []
     data = [train] if isinstance(train, str) else [str(one) for one in train]
     license = license_of(heads.base_model or backbone) or (license_of(backbone) if heads.base_model not in (None, backbone) else None)
@@ -107,8 +107,7 @@ def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
         serving=_serving(heads, repo),
         layout=heads.layout,
         repo=repo,
-        base=base,
-        gguf=base.endswith(SUFFIX),
+        gguf=heads.shown_backbone.endswith(SUFFIX),
         carried=any(file.parts[0] == "custom_generate" for file in heads.files),
         training=_training(heads, data),
     )
@@ -129,7 +128,7 @@ def _serving(heads: Heads, repo: str) -> list[tuple[str, list[str]]]:
 def _served(heads: Heads, repo: str, to: str) -> tuple[list[str], Served]:
     """Return the lines that bring the heads into the layout ``to``, if they are not in it, and what the engine then starts with."""
     adapted, own = heads.card["contract"].get("adapter") is not None, {file.parts[0] for file in heads.files}
-    first, folder, backbone = [], repo, heads.base_model or heads.shown_backbone
+    first, folder, backbone = [], repo, heads.shown_backbone
     if heads.layout is None and (adapted or heads.method not in UNCHANGED):
         own, folder = {BACKBONE}, "heads"  # as export writes them
         first = [f"headstart export --heads {repo} --to {to} --backbone {backbone} --out {folder}"]

@@ -16,7 +16,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from headstart.heads.backbone.shipped import resolve
-from headstart.heads.checkpoint import METADATA, read_metadata
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import read_metadata
 from headstart.serving.engines import readers
 from headstart.serving.layouts.checkpoint import Dtype, read_checkpoint
 from headstart.serving.layouts.files import PROVENANCE as EXPORTED

@@ -10,16 +10,15 @@ import torch
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import check_contract, read_drafter, read_metadata
 from headstart.heads.methods import construct_drafter, require_weights
 from headstart.serving.layouts.block import Block, DflashHf
-from headstart.serving.layouts.draft_model import DraftModel
 from headstart.serving.layouts.eagle3 import Eagle, Eagle3
 from headstart.serving.layouts.files import DamagedError, Files
 from headstart.serving.layouts.layout import Counting, Heads, Layout
-from headstart.serving.layouts.medusa import Hydra, Medusa
-from headstart.serving.layouts.mlp import MlpSpeculator
-from headstart.serving.layouts.mtp import MtpStitch
+from headstart.serving.layouts.medusa import Hydra, Medusa, MlpSpeculator
+from headstart.serving.layouts.mtp import DraftModel, MtpStitch
 from headstart.serving.layouts.speculators import Speculators
 from headstart.support.errors import UserError
 
@@ -62,7 +61,7 @@ class Saved(Layout):
         folder, card = read_metadata(files.folder)
         check_contract(files.path, card, backbone, allow_finetuned=True)
         read_drafter(files.path, folder, card, backbone)  # refuses files that were changed, and code that was not imported
-        return Heads(card["kind"], card["arguments"], files.read(), notes=[f"saved by Headstart, trained on {card['backbone']}"])
+        return Heads(card["kind"], card["arguments"], files.read(), notes=(f"saved by Headstart, trained on {card['backbone']}",))
 
 
 def layout_of(files: Files) -> Layout:

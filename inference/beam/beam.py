@@ -158,8 +158,7 @@ class BeamDecoder:
                 following = all([row.follow(self.drafting.breadth) for row in together])
         self.drafting.follow(rows)
         paths = [row.keep() for row in rows]
-        self.cache.keep(paths)
-        self.cache.lengths_B = torch.tensor([row.trie.shared for row in rows], device=after_BNYV.device)
+        self.cache.keep(paths, lengths=[row.trie.shared for row in rows])
         self._leave()
 
     def _together(self) -> list[tuple[list[Row], Search]]:

@@ -25,12 +25,20 @@ from tqdm import tqdm
 from headstart import __version__
 from headstart.chat.prompts import Prompt, Prompter
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.bench.judging import Judging
-from headstart.inference.bench.logits import compare_logits
-from headstart.inference.bench.page import samples
+from headstart.inference.bench.judging import Judging, compare_logits
 from headstart.inference.bench.results import References, Sizes, baseline, busy, memory_bandwidth, result, weight_bytes
-from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
-from headstart.inference.bench.timing import OtherPrograms
+from headstart.inference.bench.systems import (
+    ALONE,
+    AR,
+    AR_TRANSFORMERS,
+    FIXED,
+    HeadstartSystem,
+    OtherPrograms,
+    System,
+    SystemResult,
+    TransformersSystem,
+)
+from headstart.inference.bench.table import samples
 from headstart.inference.engine.request import context_of, require_room
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel

@@ -5,11 +5,15 @@ Shape suffix: T positions.
 
 from __future__ import annotations
 
+import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
@@ -218,3 +222,23 @@ def _until_eos(tokens_T: Tensor, model: PreTrainedModel) -> Tensor:
     eos = model.generation_config.eos_token_id
     ends = torch.isin(tokens_T, torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=tokens_T.dtype)).nonzero()
     return tokens_T[: int(ends[0]) + 1] if len(ends) else tokens_T
+
+
+class OtherPrograms:
+    """Within its context, the processors' time that other programs take; ``processors``: how many they keep busy, a mean."""
+
+    processors = 0.0
+
+    def __enter__(self) -> Self:
+        self._before = time.monotonic(), self._taken()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        start, taken = self._before
+        self.processors = max(self._taken() - taken, 0.0) / max(time.monotonic() - start, 1e-3)
+
+    @staticmethod
+    def _taken() -> float:
+        whole = psutil.cpu_times()._asdict()
+        idle = sum(whole.get(key, 0.0) for key in ("idle", "iowait", "guest", "guest_nice"))  # guests are counted as user too
+        return sum(whole.values()) - idle - sum(os.times()[:4])

@@ -12,13 +12,14 @@ runs uncaptured from then on; the reason is logged once and kept (`Capturer.repo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from headstart.heads.backbone.adapter import tuner_state
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.kv.rows import FixedMemory
 from headstart.inference.capture.backend import Backend, Function
@@ -164,3 +165,38 @@ def choose(name: str, device: torch.device) -> tuple[type[Backend] | None, str |
         warn_once(f"forward passes are not captured, which makes small models slower: {reason}")
         return None, reason
     return trace, None
+
+
+# What captures depend on: if it changes, they are made again. They hold weights as they were, some in packed copies. In-place changes are
+# counted by torch; those through ``.data`` are not, so a sample of every weight is compared too. Hooks are run at the capture alone, and
+# whether an adapter is active is decided there.
+
+SAMPLED = 32
+"""Values of a weight that are compared."""
+RECORDING = "transformers.utils.output_capturing"
+"""Where hooks are from that transformers leaves on a model whose hidden states were asked for; they do nothing otherwise."""
+HOOKED = "forward hooks of your own are on the model, which a capture would not call"
+
+
+def dependencies(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Return what captures of these modules depend on, but for changes through ``.data``."""
+    weights = [(weight.data_ptr(), version(weight)) for module in modules for weight in module.parameters()]
+    return (*weights, *(tuner_state(module) for module in modules), *hooks(modules))
+
+
+def version(weight: Tensor) -> int:
+    """How often the tensor was changed in place; changes through ``.data`` do not count."""
+    return 0 if weight.is_inference() else weight._version
+
+
+def hooks(modules: Iterable[nn.Module]) -> list[int]:
+    """Return the numbers of the user's hooks on forward passes of these modules and of what is in them; none if there are none."""
+    parts = (part for module in modules for part in module.modules())
+    tables = (table for part in parts for table in (part._forward_hooks, part._forward_pre_hooks) if table)
+    return [number for table in tables for number, hook in table.items() if getattr(hook, "__module__", "") != RECORDING]
+
+
+def sample_of(modules: Sequence[nn.Module]) -> Tensor:
+    """Return some values of every weight in fp32, one after the other."""
+    weights = {id(weight): weight for module in modules for weight in module.parameters() if type(weight) is nn.Parameter}
+    return torch.cat([weight.detach().flatten()[:: weight.numel() // SAMPLED + 1].float() for weight in weights.values() if weight.numel()])

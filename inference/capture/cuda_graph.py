@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads.kv.rows import FixedMemory, is_same_memory
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, all_nearly_equal
-from headstart.inference.capture.writes import Writes
 from headstart.support.pytree import builder, flatten
 
 
@@ -172,3 +172,39 @@ class Replay(Capture):
             call.leaves[i].copy_(copy)
         results = zip(self.results, self.returned, strict=True)
         return self.build(iter([result.clone() if place is None else call.leaves[place] for result, place in results]))
+
+
+class Writes(TorchDispatchMode):
+    """While it is active, the tensors that are about to be written into are copied; `undo` brings the copies back, so that running a
+    function once more, as recording does, changes nothing.
+
+    A head of two layers with a sliding window attends to slots that it then overwrites: run twice, it would read other keys.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._of: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._of.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        self._before: dict[int, list[Tensor]] = {}
+        """Copies of the tensors of each storage that was written into."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments:
+            value = given.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                address = value.untyped_storage().data_ptr()
+                if address in self._of and address not in self._before:
+                    self._before[address] = [tensor.clone() for tensor in self._of[address]]
+        return func(*args, **(kwargs or {}))
+
+    def into(self, tensor: Tensor) -> bool:
+        """True if the tensor's storage was written into."""
+        return tensor.untyped_storage().data_ptr() in self._before
+
+    def undo(self) -> None:
+        """Give the tensors that were written into the values they had before."""
+        for address, copies in self._before.items():
+            for tensor, copy in zip(self._of[address], copies, strict=True):
+                tensor.copy_(copy)

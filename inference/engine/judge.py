@@ -20,8 +20,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.processing import History, Processing
 from headstart.inference.engine.rounding import Rounding, differences
-from headstart.inference.engine.tree import chain
-from headstart.inference.engine.verify import pick
+from headstart.inference.engine.tree import chain, pick
 
 MOST_LOGITS = 2**23
 """Logits held at once: the whole text's would not fit for large vocabularies."""

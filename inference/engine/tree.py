@@ -1,4 +1,4 @@
-"""Candidate trees: the drafts of a row are merged into one pool, and a part of the pool is verified.
+"""Candidate trees: the drafts of a row are merged into one pool, a part of the pool is verified, and a path of that accepted.
 
 With ``c(u)`` the path probability of node u, a forward pass over a tree yields ``1 + sum c(u)`` tokens in expectation, so the best tree
 of N nodes consists of the N nodes of largest c (the re-ranking of EAGLE-2, 2406.16858; OPT-Tree, 2406.17276, uses the same rule). Trees
@@ -197,11 +197,6 @@ class CandidateTree:
         )
 
 
-def root_only(roots: list[int]) -> CandidateTree:
-    """The trees of autoregressive decoding, which have no candidates."""
-    return CandidateTree([[root] for root in roots], [[0] for _ in roots])
-
-
 def chain(tokens: list[int]) -> CandidateTree:
     """The tree of one row in which every node has one child."""
     return CandidateTree([tokens], [[max(node - 1, 0) for node in range(len(tokens))]])
@@ -225,3 +220,24 @@ class VerifiedTree:
     def kept(self) -> int:
         """The number of drafts that the backbone's picks confirmed, those past the end of the text included."""
         return len(self.path) - 1
+
+
+# Verification: the accepted path starts at the root and goes on as long as a child has the token that the backbone picks. The noise is a
+# function of seed and position, so a pick does not depend on the tree: no rejection sampling and no residual distributions are needed.
+
+
+def pick(scores: Tensor, noise: Tensor | None) -> Tensor:
+    """The decoding rule: ``argmax_v (scores + noise)`` over the last dimension; without noise, temperature 0."""
+    return (scores if noise is None else scores + noise).argmax(-1)
+
+
+def accept(tree: CandidateTree, picks: list[list[int]]) -> list[list[int]]:
+    """For each row, the path from the root on which every token is the pick at its parent; the pick at its last node is the next root."""
+    paths = []
+    for tokens, parents, picked in zip(tree.tokens, tree.parents, picks, strict=True):
+        path = [0]
+        for node in range(1, len(tokens)):
+            if parents[node] == path[-1] and tokens[node] == picked[path[-1]]:
+                path.append(node)
+        paths.append(path)
+    return paths

@@ -173,7 +173,7 @@ def test_early_exit_declares_the_same() -> None:
     assert early.sequential and not early.reads_hidden and early.max_depth is None and early.uses_backbone_cache
     early.set_depth(7)
     assert early.depth == 7
-    with pytest.raises(UserError, match="drafts without training; train one of .*eagle3, .*medusa"):
+    with pytest.raises(UserError, match="drafts without training; train another method, such as eagle3 or medusa"):
         early(read(on, texts(1, 5), early))
 
 

@@ -15,7 +15,7 @@ from families import DRAFTERS, LAYERS, VOCAB, backbone, left_padded, prompts, ra
 from safetensors import safe_open
 
 import headstart
-from headstart.heads import checkpoint
+from headstart.heads import card
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter, read_metadata
@@ -232,7 +232,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         raise OSError("no space left on device")
 
     another = random_drafter("medusa", backbone("llama"), seed=9)
-    monkeypatch.setattr(another if stage in ("tensors", "engine_config") else checkpoint, stage, fail)
+    monkeypatch.setattr(another if stage in ("tensors", "engine_config") else card, stage, fail)
     with pytest.raises(OSError, match="no space"):
         another.save_pretrained(tmp_path / "heads")
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headstart.chat import prompts as chat_prompts
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.masks import attention_windows
+from headstart.heads.backbone.probes import attention_windows
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.judging import sentence
 from headstart.inference.capture.capture import warn_once

@@ -13,7 +13,8 @@ from gguf_models import chat_model, stored_as, write_gguf
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.fingerprint import bits_of, fingerprint, match
-from headstart.heads.checkpoint import METADATA, load_drafter
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import load_drafter
 from headstart.heads.warm_start import read_warm_start
 from headstart.support.errors import UserError
 

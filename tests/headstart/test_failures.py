@@ -14,8 +14,7 @@ from small_run import make_recipe
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from headstart.cli.failures import Guard
-from headstart.cli.main import main
+from headstart.cli.main import Guard, main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.engine import request as memory
 from headstart.inference.engine.tree import TreeShape

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from headstart.cli.main import main
-from headstart.heads.checkpoint import METADATA, read_metadata
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import read_metadata
 from headstart.support.errors import UserError
 
 RECIPE = "recipes/quickstart/eagle3.yaml"

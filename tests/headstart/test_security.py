@@ -18,7 +18,8 @@ from torch import _weights_only_unpickler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.cli.main import main
-from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.heads.methods import methods
 from headstart.serving.layouts.files import read_files
 from headstart.support.errors import UserError

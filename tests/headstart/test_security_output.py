@@ -18,7 +18,8 @@ from families import backbone, random_drafter
 from test_security import SECRETS, heads, refusal, trained
 
 from headstart.cli.conversation import Painter
-from headstart.heads.checkpoint import METADATA, load_drafter
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import load_drafter
 from headstart.support.files import atomic
 from headstart.support.text import visible
 from headstart.training.recipe.recipe import load_recipe

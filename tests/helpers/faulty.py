@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headstart.heads import checkpoint as heads_checkpoint
+from headstart.heads import card
 from headstart.training.run import checkpoint as run_checkpoint
 
 PATHS = ("replace", "rename", "mkdir", "rmdir", "unlink")
@@ -110,6 +110,6 @@ def faults(folder: Path, at: int, fail: Callable[[], None] = broken_disk, for_go
         opened = faulty.opened(io.open)
         patch.setattr(io, "open", opened)
         patch.setattr(builtins, "open", opened)
-        for module in (heads_checkpoint, run_checkpoint):
+        for module in (card, run_checkpoint):
             patch.setattr(module, "save_file", faulty.saved(module.save_file))
         yield faulty

@@ -28,8 +28,7 @@ from simulated import (
     simulated_time,
 )
 
-from headstart.inference.adaptive.acceptance import TEXT_SPREAD, Acceptance, Offset
-from headstart.inference.adaptive.best_tree import best_tree
+from headstart.inference.adaptive.acceptance import TEXT_SPREAD, Acceptance, Offset, best_tree
 from headstart.inference.adaptive.latency import PASS, Costs
 from headstart.inference.engine.tree import Pool
 from headstart.inference.policy import Draft, Policy

@@ -44,8 +44,8 @@ def test_nodes_equal_their_sequences(family: str) -> None:
         for row, trie in enumerate(tries):
             kept, ends[row] = trie.keep(ends[row], [-1 for _ in ends[row]])
             paths.append(kept)
-        cache.keep(paths)
-        cache.lengths_B = torch.tensor([trie.shared for trie in tries])
+        cache.keep(paths, lengths=[trie.shared for trie in tries])
+        assert cache.lengths_B.tolist() == [trie.shared for trie in tries] and cache.longest == max(trie.shared for trie in tries)
 
 
 def test_observed_top_k_replaces_drafts() -> None:

@@ -20,9 +20,8 @@ from headstart.heads.kv.rows import AHEAD, STEP, FixedMemory, octave_up, padded_
 from headstart.inference.capture import cuda_graph
 from headstart.inference.capture.capture import BACKENDS, Capturer, CaptureReport, choose
 from headstart.inference.capture.captured import PATIENCE, Captured
-from headstart.inference.capture.cuda_graph import AtFixedAddresses, CudaGraph
+from headstart.inference.capture.cuda_graph import AtFixedAddresses, CudaGraph, Writes
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.capture.writes import Writes
 from headstart.inference.engine.tree import graph_size
 
 

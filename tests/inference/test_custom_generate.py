@@ -21,7 +21,7 @@ from users_model import in_training, state
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.checkpoint import METADATA
+from headstart.heads.card import METADATA
 from headstart.inference.custom_generate import kept
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import GenerateOutput

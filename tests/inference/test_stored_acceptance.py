@@ -12,7 +12,7 @@ import torch
 from families import backbone, heads, prompts, say, tiny
 
 import headstart
-from headstart.heads.checkpoint import METADATA
+from headstart.heads.card import METADATA
 from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.engine.tree import Pool
 from headstart.support.errors import UserError

@@ -28,11 +28,11 @@ class Fault(NamedTuple):
 FAULTS = (
     # attention, noise, verification, KV
     Fault("tree mask off by one", "heads/kv/tree_mask.py", "torch.arange(1, slots + 1,", "torch.arange(slots,", "inference/test_cache.py"),
-    Fault("a sibling's child is accepted", "inference/engine/verify.py",
+    Fault("a sibling's child is accepted", "inference/engine/tree.py",
           "parents[node] == path[-1] and", "parents[node] <= path[-1] and", "inference/test_tree.py"),
     Fault("noise of another position", "inference/engine/noise.py",
           "return self.block_BPV[:, offsets[0] : offsets[0] + count]", "return self.block_BPV[:, :count]", "inference/test_law.py"),
-    Fault("noise is subtracted", "inference/engine/verify.py", "else scores + noise", "else scores - noise", "inference/test_law.py"),
+    Fault("noise is subtracted", "inference/engine/tree.py", "else scores + noise", "else scores - noise", "inference/test_law.py"),
     Fault("paths move as the first does", "heads/kv/ragged_cache.py", "if any(path != list(range(len(path))) for path in paths):",
           "if paths[0] != [*range(len(paths[0]))]:", "inference/test_cache.py"),
     Fault("lengths of the wrong rows", "heads/kv/ragged_cache.py",
@@ -80,7 +80,7 @@ FAULTS = (
     # what is drafted, captures, other ways to decode
     Fault("acceptance learned a depth too deep", "inference/adaptive/acceptance.py",
           "depth, table = pool.levels[parent],", "depth, table = pool.levels[node],", "inference/test_adaptive.py"),
-    Fault("a tree's last node is not counted", "inference/adaptive/best_tree.py",
+    Fault("a tree's last node is not counted", "inference/adaptive/acceptance.py",
           "row[min(nodes, len(row)) - 1]", "row[max(min(nodes, len(row)) - 2, 0)]", "inference/test_speculation.py"),
     Fault("the last time, not a low one", "inference/adaptive/latency.py",
           "sorted(self.times)[len(self.times) // LOW]", "self.times[-1]", "inference/test_speculation.py"),
@@ -96,9 +96,9 @@ FAULTS = (
     # what users read
     Fault("a bound of recipes is not said", "headstart/support/config.py",
           "if isinstance(rule, Le)]", "if isinstance(rule, Lt)]", "headstart/test_config.py"),
-    Fault("a full disk is unforeseen", "headstart/cli/failures.py",
+    Fault("a full disk is unforeseen", "headstart/cli/main.py",
           "FULL = (errno.ENOSPC,", "FULL = (errno.EIO,", "headstart/test_failures.py"),
-    Fault("a user's mistake ends as another", "headstart/cli/failures.py",
+    Fault("a user's mistake ends as another", "headstart/cli/main.py",
           "self.status = report(str(error), USER)", "self.status = report(str(error), UNFORESEEN)", "headstart/test_failures.py"),
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.serving.layouts.quantize import dequantized
+from headstart.serving.layouts.files import dequantized
 from headstart.support.errors import UserError
 
 

@@ -153,7 +153,7 @@ def test_whole_models_and_trained_heads_are_changed_by_smaller_steps(small: Path
 def test_the_drafter_computes_in_the_backbones_precision(
     saved: torch.dtype, instructions: bool, given: list[str], taken: str, small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.heads.backbone.quantization.bf16_instructions", lambda: instructions)
+    monkeypatch.setattr("headstart.heads.backbone.model_config.bf16_instructions", lambda: instructions)
     folder = small.parent / "backbone"
     AutoModelForCausalLM.from_pretrained(folder).to(saved).save_pretrained(folder)
     assert main([str(small), "train.steps=2", *given]) == 0

@@ -21,8 +21,7 @@ from headstart.support.errors import UserError
 from headstart.training.loop import train
 from headstart.training.plan.plan import Machine, find_machine
 from headstart.training.recipe.recipe import load_recipe, to_dict
-from headstart.training.rules.model import ModelFacts, read_facts
-from headstart.training.rules.propose import METHODS, ROWS, TEXT, fit, own_data, propose, shared
+from headstart.training.rules import METHODS, ROWS, TEXT, ModelFacts, fit, own_data, propose, read_facts, shared
 from headstart.training.setup import prepare
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Heads for models that decoding refuses (Jamba), or decodes in chains with several streams of states (DeepSeek-V4): recipe, plan, training here,
+"""Heads for models that decoding refuses (Jamba), and for one of several streams of states (DeepSeek-V4): recipe, plan, training here,
 from a cache and a server, export, verify on stored features."""
 
 from __future__ import annotations
@@ -95,6 +95,10 @@ def cached(target: tuple[Path, PreTrainedModel]) -> tuple[Path, list[float]]:
     return folder, losses(folder / "cached")
 
 
+def decodes(target: tuple[Path, PreTrainedModel]) -> bool:
+    return "DeepseekV4" in type(target[1]).__name__
+
+
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_log(folder) if "loss" in line]
 
@@ -114,13 +118,18 @@ def test_they_are_trained_here_from_a_cache_and_from_a_server(
     assert len(wanted) == 50 and sum(wanted[-10:]) < sum(wanted[:10])
     assert train([str(folder / "recipe.yaml"), f"save.dir={tmp_path}/here"]) == 0
     err = capsys.readouterr().err
-    assert f"only      {type(target[1]).__name__} has layers of kind" in err and "train and export only" in err
-    assert "as a teacher-forced chain on held-out features (not decoded), accepted per depth" in err
+    if decodes(target):
+        assert "drafts are chains" in err and "teacher-forced" not in err
+    else:
+        assert f"only      {type(target[1]).__name__} has layers of kind" in err and "train and export only" in err
+        assert "as a teacher-forced chain on held-out features (not decoded), accepted per depth" in err
     assert train([str(folder / "recipe.yaml"), f"features.endpoint={served.url}", f"features.folder={served.folder}"]) == 0
     assert losses(tmp_path / "here") == pytest.approx(wanted, rel=near)
     assert losses(folder / "out") == pytest.approx(wanted, rel=near)
     [one, other] = [[line for line in read_log(run) if "teacher_forced_tau" in line] for run in (tmp_path / "here", folder / "cached")]
-    assert one[0]["teacher_forced_tau"] == pytest.approx(other[0]["teacher_forced_tau"], rel=near)
+    assert bool(one) != decodes(target)
+    if one:
+        assert one[0]["teacher_forced_tau"] == pytest.approx(other[0]["teacher_forced_tau"], rel=near)
 
 
 @pytest.mark.parametrize(
@@ -132,15 +141,18 @@ def test_what_needs_masks_is_refused_in_one_line(change: str, message: str, targ
 
 
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
-def test_an_export_is_verified_without_running_the_backbone(to: str, cached: tuple[Path, Any], tmp_path: Path, capsys: Any) -> None:
+def test_an_export_is_verified_without_running_the_backbone(
+    to: str, target: Any, cached: tuple[Path, Any], tmp_path: Path, capsys: Any
+) -> None:
     """Equal as it is, and different where it is damaged; an engine, which decodes, is refused in one line."""
     folder, out = cached[0], tmp_path / "exported"
     assert main(["export", "--heads", str(folder / "cached"), "--to", to, "--out", str(out)]) == 0
     capsys.readouterr()
     assert main(["verify", str(out)]) == 0 and capsys.readouterr().out.startswith("EQUAL: ")
     assert main(["verify", str(folder / "cached")]) == 0  # a checkpoint of Headstart is its own original
-    assert main(["verify", str(out), "--engine", "vllm"]) == 2
-    assert "train and export only" in (line := said(capsys)) and "leave out --engine vllm" in line
+    if not decodes(target):
+        assert main(["verify", str(out), "--engine", "vllm"]) == 2
+        assert "train and export only" in (line := said(capsys)) and "leave out --engine vllm" in line
     file = next(out.glob("*.safetensors"))
     tensors = load_file(file)
     save_file(tensors | {"fc.weight": tensors["fc.weight"].roll(32, 1)}, file, {"format": "pt"})

@@ -10,8 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.head_only import load_head_only
-from headstart.heads.backbone.model_config import load_config
-from headstart.heads.backbone.quantization import loaded_dtype, quantizing
+from headstart.heads.backbone.model_config import load_config, loaded_dtype, quantizing
 from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Cache, Recipe
 

@@ -14,7 +14,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
-from headstart.heads.checkpoint import METADATA, read_metadata
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import read_metadata
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash, settle
 from headstart.support.hub import local_or_shipped
@@ -82,7 +83,7 @@ def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
     versions = ", ".join(f"{name} {number}" for name, number in (provenance["versions"] or {}).items())
     trained = [f"{provenance[key]:,} {key}" for key in ("steps", "tokens") if provenance[key] is not None]
     trained += [f"mean acceptance length (tau) {provenance['tau']:.3f}"] if provenance["tau"] is not None else []
-    state = _matches(report)
+    state = "match their hash" if report["weights_match_hash"] else "do NOT match their hash: train or fetch them again"
     tensors = Table.grid(padding=(0, 2), pad_edge=True)
     for tensor in report["tensors"]:
         tensors.add_row(tensor["name"], tensor["dtype"], " x ".join(map(str, tensor["shape"])) or "1")
@@ -104,10 +105,6 @@ def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
         tensors,
         labelled(rows),
     ]  # fmt: skip
-
-
-def _matches(report: dict[str, Any]) -> str:
-    return "match their hash" if report["weights_match_hash"] else "do NOT match their hash: train or fetch them again"
 
 
 def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:

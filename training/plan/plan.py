@@ -29,8 +29,14 @@ from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.features.manifest import format_of
 from headstart.training.features.source import require_packable
-from headstart.training.plan.calibrate import live_until_cached, seconds_per_step, why_not_loadable
-from headstart.training.plan.compute import UTILISATION, estimated_hours, step_operations
+from headstart.training.plan.duration import (
+    UTILISATION,
+    estimated_hours,
+    live_until_cached,
+    seconds_per_step,
+    step_operations,
+    why_not_loadable,
+)
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.plan.memory import ALLOCATOR, CHECKPOINT, DRAFT_STEP, OPTIMIZER, TARGET_FORWARD, MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.memory import size_of as bytes_of

@@ -84,7 +84,7 @@ class Endpoint:
                 if not under_way:
                     return
                 done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                for future in sorted(done, key=_failed):  # what was answered is kept
+                for future in sorted(done, key=lambda one: one.exception() is not None):  # what was answered is kept
                     item = future.result()
                     wrote(item.tokens)
                     answered, refused = answered + item.turns, refused + (item.error == "refused")
@@ -235,7 +235,3 @@ def _pause(attempt: int, after: float) -> float:
     """Return the seconds to wait before an attempt, with jitter so that threads do not retry simultaneously."""
     longest = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1))
     return max(longest * random.uniform(0.5, 1), min(after, LONGEST_WAIT))
-
-
-def _failed(future: Future[Item]) -> bool:
-    return future.exception() is not None

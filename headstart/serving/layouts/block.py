@@ -16,7 +16,7 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files, write_folder
-from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, drop_copies, unscaled_embedding, whole_number
+from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, unscaled_embedding, whole_number, without_copies
 from headstart.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree
 from headstart.support.errors import UserError
 
@@ -62,9 +62,7 @@ class Block(Layout):
         remarks = layer_ids_disagree(top, ids, "target_layer_ids") if counting in (None, "stated") else []
         if remarks and top:
             ways.insert(0, Choice(f"{IDS} {top}: taps {top}", {"taps": tuple(top)}))
-        heads = self.of(files, {**config, **nested}, backbone, ways)
-        heads.remarks += remarks
-        return heads
+        return self.of(files, {**config, **nested}, backbone, ways).plus(remarks=remarks)
 
     def of(self, files: Files, config: Mapping[str, Any], backbone: Backbone, ways: list[Choice]) -> Heads:
         """Return the heads with the taps of each of ``ways``; ``config`` is flat."""
@@ -86,9 +84,8 @@ class Block(Layout):
         if len(names) < len(files.shapes):
             notes.append("the confidence head is left out: here acceptance is calibrated while decoding")
         tensors = {READ.get(name, name): tensor for name, tensor in files.read(names).items() if name not in ("d2t", "t2d")}
-        heads = Heads("block", {}, tensors, {READ[name]: name for name in files.shapes if name in READ}, notes, open=[ways])
-        drop_copies(heads, backbone, path, "embed_tokens.weight", "lm_head.weight")
-        heads.arguments |= {
+        foreign = {READ[name]: name for name in files.shapes if name in READ}
+        arguments = {
             **layer_arguments({**config, "model_type": "qwen3"}, backbone, path),
             **_correction_arguments(tensors, backbone.dim),
             "depth": whole_number(config, "block_size", path) - (correction == "none"),
@@ -98,7 +95,8 @@ class Block(Layout):
             "sliding_window": window,
             "mask_token": config.get("mask_token_id"),
         }
-        return heads
+        heads = Heads("block", arguments, tensors, foreign, tuple(notes), open=(ways,))
+        return without_copies(heads, backbone, path, "embed_tokens.weight", "lm_head.weight")
 
 
 class DflashHf(Block):

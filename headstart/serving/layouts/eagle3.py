@@ -19,8 +19,8 @@ from headstart.heads.eagle import BIAS
 from headstart.heads.eagle3 import ITS_COPY, SECOND_NORM
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files
-from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, drop_copies, unscaled_embedding
-from headstart.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree, read_vocabulary, sliding_window
+from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, unscaled_embedding, without_copies
+from headstart.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree, sliding_window, with_vocabulary
 from headstart.support.errors import UserError
 
 FIRST_NORM = ("layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight")
@@ -53,35 +53,31 @@ class Eagle3(Layout):
 
     def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
         heads = self.of(files, files.config, backbone, tap_choices(files.config, backbone.num_layers, counting, files.path))
-        if heads.arguments["norm_output"] and counting != "stated":
-            heads.open.append(STATES)
-        return heads
+        return heads.plus(open=[STATES]) if heads.arguments["norm_output"] and counting != "stated" else heads
 
     def of(self, files: Files, config: Mapping[str, Any], backbone: Backbone, taps: list[Choice]) -> Heads:
         """Return the heads, with ``taps`` and a later layer's norm as they may be. ``config`` is flat."""
         path, nested = files.path, config.get("eagle_config") or {}
         _require_computed(files, config, nested, backbone)
         tensors = {_ours(name): tensor for name, tensor in files.read().items()}
-        heads = Heads("eagle3", {}, tensors, {_ours(name): name for name in files.shapes}, open=[taps])
-        _read_later_norms(heads)
-        drop_copies(heads, backbone, path, "embed_tokens.weight")
+        heads = _with_later_norms(Heads("eagle3", {}, tensors, {_ours(name): name for name in files.shapes}, open=(taps,)))
+        heads = without_copies(heads, backbone, path, "embed_tokens.weight")
         if "lm_head.weight" not in tensors:
-            tensors["lm_head.weight"] = backbone.unembed.weight.detach().cpu()
-            heads.notes.append("lm_head is missing and was copied from the backbone")
-        heads.remarks += layer_ids_disagree(config.get(IDS), nested.get(IDS), "eagle_config's")
-        read_vocabulary(heads, ["lm_head.weight"], backbone.vocab, path)
+            output = {"lm_head.weight": backbone.unembed.weight.detach().cpu()}
+            heads = heads.plus(tensors=output, notes=["lm_head is missing and was copied from the backbone"])
+        heads = heads.plus(remarks=layer_ids_disagree(config.get(IDS), nested.get(IDS), "eagle_config's"))
+        heads = with_vocabulary(heads, ["lm_head.weight"], backbone.vocab, path)
         layers = len(taps[0].arguments["taps"])
         if (count := config.get("num_aux_hidden_states") or layers) != layers:
-            heads.remarks.append(f"num_aux_hidden_states is {count} in config.json, and {layers} layers are read")
-        heads.arguments |= {
+            heads = heads.plus(remarks=[f"num_aux_hidden_states is {count} in config.json, and {layers} layers are read"])
+        return heads.plus({
             **layer_arguments(config, backbone, path),
             **{key: bool(config.get(key) or nested.get(key)) for key in NORMS},
             "norm_before_residual": bool(config.get("norm_before_residual")),
             "qk_norm": has_qk_norm(config) or any(name.endswith("self_attn.q_norm.weight") for name in tensors),
             "layers": 1 + len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
             "sliding_window": sliding_window(config, backbone.max_positions or 0, path),
-        }
-        return heads
+        })  # fmt: skip
 
 
 def _require_computed(files: Files, config: Mapping[str, Any], nested: Mapping[str, Any], backbone: Backbone) -> None:
@@ -107,18 +103,19 @@ def _ours(name: str) -> str:
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
 
-def _read_later_norms(heads: Heads) -> None:
+def _with_later_norms(heads: Heads) -> Heads:
     """Give the second layer's input norm both its names: vLLM reads one, SGLang the other. If the two differ, either may be meant."""
     norm, copy = heads.tensors.get(SECOND_NORM), heads.tensors.get(ITS_COPY)
-    if norm is None and copy is not None:
-        heads.tensors[SECOND_NORM] = copy
-        heads.notes.append(f"{SECOND_NORM} is missing, which vLLM reads for a later layer; SGLang reads {ITS_COPY}")
-    elif norm is not None:
-        heads.tensors[ITS_COPY] = norm
-    if norm is not None and copy is not None and not norm.equal(copy):
-        heads.remarks.append(f"{SECOND_NORM} and {ITS_COPY} differ, but engines read either as the same norm: swapped or damaged norms")
-        ways = {SECOND_NORM: norm, ITS_COPY: copy}.items()
-        heads.open.append([Choice(f"{name} is the second layer's input norm", {}, {SECOND_NORM: one, ITS_COPY: one}) for name, one in ways])
+    if norm is None:
+        missing = f"{SECOND_NORM} is missing, which vLLM reads for a later layer; SGLang reads {ITS_COPY}"
+        return heads if copy is None else heads.plus(tensors={SECOND_NORM: copy}, notes=[missing])
+    heads = heads.plus(tensors={ITS_COPY: norm})
+    if copy is None or norm.equal(copy):
+        return heads
+    remark = f"{SECOND_NORM} and {ITS_COPY} differ, but engines read either as the same norm: swapped or damaged norms"
+    found = {SECOND_NORM: norm, ITS_COPY: copy}.items()
+    ways = [Choice(f"{name} is the second layer's input norm", {}, {SECOND_NORM: one, ITS_COPY: one}) for name, one in found]
+    return heads.plus(remarks=[remark], open=[ways])
 
 
 def tap_choices(config: Mapping[str, Any], layers: int, counting: Counting | None, path: str) -> list[Choice]:
@@ -187,11 +184,10 @@ class Eagle(Layout):
             where = f"{odd} {list(files.shapes[odd])} in {path}"
             raise UserError(f"{path} has a norm {where}, which eagle heads here, in vLLM and in SGLang do not have")
         heads = Heads("eagle", layer_arguments(config, backbone, path), files.read())
-        drop_copies(heads, backbone, path, "embed_tokens.weight", "lm_head.weight")
+        heads = without_copies(heads, backbone, path, "embed_tokens.weight", "lm_head.weight")
         if BIAS not in heads.tensors and config.get("bias", False):
             raise UserError(f"{path} lacks the tensor {BIAS} [{backbone.dim}], and its config.json says bias: true")
         fc = heads.tensors["fc.weight"]
-        heads.arguments["bias"] = bool(heads.tensors.setdefault(BIAS, fc.new_zeros(len(fc))).any())
-        if heads.arguments["bias"]:
-            heads.notes.append(f"{BIAS} is not zero: SGLang adds it, vLLM drops it")
-        return heads
+        bias = heads.tensors.get(BIAS, fc.new_zeros(len(fc)))
+        notes = [f"{BIAS} is not zero: SGLang adds it, vLLM drops it"] if bool(bias.any()) else []
+        return heads.plus({"bias": bool(notes)}, {BIAS: bias}, notes)

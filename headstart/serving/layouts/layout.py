@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -31,7 +32,7 @@ class Choice(NamedTuple):
     tensors: Mapping[str, Tensor] = {}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Heads:
     """What a folder holds: a kind of drafter, its arguments, and its tensors."""
 
@@ -41,25 +42,39 @@ class Heads:
     """Under the names of `Drafter.tensors`; what has no such name is under its own."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The foreign name of each tensor, where it is another."""
-    notes: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
     """What the user should know."""
-    remarks: list[str] = field(default_factory=list)
+    remarks: tuple[str, ...] = ()
     """Contradictions in the files: some engine reads other heads than these."""
-    open: list[list[Choice]] = field(default_factory=list)
+    open: tuple[list[Choice], ...] = ()
     """What the files leave open. Of each list the first is what engines read."""
     choice: str = ""
     """What distinguishes these from other heads that the folder may hold."""
+
+    def plus(
+        self,
+        arguments: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        notes: Iterable[str] = (),
+        remarks: Iterable[str] = (),
+        open: Iterable[list[Choice]] = (),
+    ) -> Heads:
+        """Return the heads with more of each; arguments and tensors of a name that they have replace those."""
+        return replace(
+            self, arguments={**self.arguments, **(arguments or {})}, tensors={**self.tensors, **(tensors or {})},
+            notes=(*self.notes, *notes), remarks=(*self.remarks, *remarks), open=(*self.open, *open),
+        )  # fmt: skip
+
+    def without(self, names: Iterable[str]) -> Heads:
+        """Return the heads without tensors of these names."""
+        return replace(self, tensors={name: tensor for name, tensor in self.tensors.items() if name not in names})
 
     def readings(self) -> list[Heads]:
         """Return the heads for every combination of choices, the engines' own first."""
         found = []
         for ways in product(*self.open):
-            arguments, tensors = dict(self.arguments), dict(self.tensors)
-            for way in ways:
-                arguments.update(way.arguments)
-                tensors.update(way.tensors)
-            choice = "; ".join(way.words for way in ways if way.words)
-            found.append(replace(self, arguments=arguments, tensors=tensors, open=[], choice=choice))
+            heads = replace(self, open=(), choice="; ".join(way.words for way in ways if way.words))
+            found.append(reduce(lambda heads, way: heads.plus(way.arguments, way.tensors), ways, heads))
         return found
 
 
@@ -125,20 +140,19 @@ def unscaled_embedding(heads: Checkpoint, engines: tuple[str, ...]) -> dict[str,
     return dict.fromkeys(engines, reason) if kind.startswith(SCALED) else {}
 
 
-def drop_copies(heads: Heads, backbone: Backbone, path: str, *names: str) -> None:
-    """Drop copies of the backbone's embedding and output layer, as far as they are named.
+def without_copies(heads: Heads, backbone: Backbone, path: str, *names: str) -> Heads:
+    """Return the heads without copies of the backbone's embedding and output layer, as far as they are named.
 
     Raises UserError if they differ from the backbone's, which heads here share, by more than rounding to half precision.
     """
     shared = {"embed_tokens.weight": ("embedding", backbone.embed), "lm_head.weight": ("output layer", backbone.unembed)}
-    for name in names:
-        if name not in heads.tensors:
-            continue
+    copies = [name for name in names if name in heads.tensors]
+    for name in copies:
         what, layer = shared[name]
-        copy, ours = heads.tensors.pop(name), layer.weight.detach().float()
+        copy, ours = heads.tensors[name], layer.weight.detach().float()
         if copy.shape != ours.shape or not torch.allclose(copy.to(ours.device, torch.float32), ours, rtol=1e-2, atol=1e-3):
             raise UserError(
                 f"{path} has {name} {list(copy.shape)} of its own, which is not the backbone's {list(ours.shape)}; "
                 f"heads here share the backbone's {what}: give the backbone that they were trained on"
             )
-        heads.notes.append(f"{name} is a copy of the backbone's and left out")
+    return heads.without(copies).plus(notes=[f"{name} is a copy of the backbone's and left out" for name in copies])

@@ -1,6 +1,9 @@
-"""MTP modules: alone, as Headstart saves them, or inside a whole model's checkpoint, as DeepSeek, MiMo and Qwen3.5 ship them.
+"""Heads that are models, or a part of one.
 
-Engines look for them only inside the backbone's checkpoint, so an export is a copy of it with the trained modules' weights.
+MTP modules are alone, as Headstart saves them, or inside a whole model's checkpoint, as DeepSeek, MiMo and Qwen3.5 ship them. Engines look
+for them only there, so an export is a copy of the backbone's checkpoint with the trained modules' weights.
+
+Draft models are ordinary folders of transformers with the backbone's vocabulary, written as they are; PARD's name a mask token.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone import smaller
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED, checkpoint_folder
 from headstart.heads.backbone.native_mtp import Layout as Names
 from headstart.heads.backbone.weight_files import weight_files
+from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import read_drafter
+from headstart.heads.draft_model import DraftModel as Drafter
 from headstart.heads.mtp import Mtp
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files, require_finite, require_new
@@ -121,7 +127,7 @@ class MtpStitch(Layout):
         tensors = files.read(name for name in wanted if name in files.shapes)
         arguments = {"layout": names.name} | ({"shared": False, "depth": modules} if modules > 1 else {})
         rest = len(files.shapes) - len(tensors)
-        notes = [f"{rest} tensors of the model beside the modules are left out"] if rest else []
+        notes = (f"{rest} tensors of the model beside the modules are left out",) if rest else ()
         return Heads("mtp", arguments, tensors, notes=notes)
 
 
@@ -131,3 +137,45 @@ def _text(files: Files) -> dict[str, Any]:
 
 def _names(files: Files, layers: int) -> Names | None:
     return next((one for one in LAYOUTS.values() if one.native("mtp.0.eh_proj.weight", layers) in files.shapes), None)
+
+
+TEXT = {".json", ".txt", ".model", ".jinja"}
+"""Suffixes of the files of a tokenizer."""
+PARALLEL_DEPTH = 8
+"""Tokens that a parallel model drafts where its files do not say; PARD's configurations do not."""
+
+
+class DraftModel(Layout):
+    """Weights, configuration and the backbone's tokenizer."""
+
+    name, title, methods = "draft-model", "draft model", ("draft_model", "pard")
+    engines = ("vllm", "sglang", "trtllm", "transformers")
+
+    def write(self, heads: Checkpoint, folder: Path) -> list[str]:
+        own = {METADATA, "config.json", heads.weights_file}
+        for file in heads.folder.iterdir():
+            if file.is_file() and file.suffix in TEXT and file.name not in own:
+                shutil.copyfile(file, folder / file.name)
+        return super().write(heads, folder)
+
+    def recognises(self, files: Files) -> bool:
+        architectures = files.config.get("architectures") or []
+        named = any(str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in architectures)
+        return named and len(files.shapes) > 0 and "fc.weight" not in files.shapes
+
+    def sizes(self, files: Files) -> dict[str, Any]:
+        return {}  # the configuration is that of the draft model
+
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
+        small = load_backbone(str(files.folder), dtype="auto", device=backbone.device)
+        smaller.require_fitting(backbone, small, smaller.find_tokenizers(backbone.name, str(files.folder)))
+        brought = f"its vocabulary of {small.vocab} was brought to the backbone's {backbone.vocab}"
+        remarks = (brought,) if small.vocab != backbone.vocab else ()
+        smaller.resize(small.model, backbone.vocab)
+        arguments: dict[str, Any] = {"architecture": smaller.stated_config(small.model.config)}
+        notes: list[str] = []
+        if (mask := files.config.get("pard_token")) is not None:
+            arguments |= {"parallel": True, "mask_token": None if mask == backbone.vocab - 1 else mask, "depth": PARALLEL_DEPTH}
+            notes.append(f"drafts in parallel; its files do not say how many tokens, {PARALLEL_DEPTH} here: --depth N for others")
+        tensors = Drafter(backbone, Drafter.Config(**arguments), small.model).tensors()
+        return Heads("draft_model", arguments, dict(tensors), notes=tuple(notes), remarks=remarks)

@@ -81,41 +81,44 @@ def layer_ids_disagree(top: list[int] | None, named: list[int] | None, key: str)
     ]
 
 
-def read_vocabulary(heads: Heads, output_layers: Sequence[str], vocab: int, path: str) -> None:
-    """Make ``d2t`` and ``t2d`` consistent, and state the size of the draft vocabulary (None: the whole one).
+def with_vocabulary(heads: Heads, output_layers: Sequence[str], vocab: int, path: str) -> Heads:
+    """Return the heads with ``d2t`` and ``t2d`` that agree, and the size of the draft vocabulary (None: the whole one).
 
     Rows of the output layers follow the tokens if these are not ascending. Raises UserError for maps that contradict each other.
     """
     tensors = heads.tensors
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     rows = {len(tensors[name]) for name in output_layers if name in tensors}
     if len(rows) > 1:
         raise UserError(f"{path}: the output layers have different numbers of rows ({', '.join(map(str, sorted(rows)))})")
     DV = rows.pop() if rows else vocab
-    heads.arguments["draft_vocab_size"] = None if DV == vocab else DV
+    heads = heads.without(("d2t", "t2d")).plus({"draft_vocab_size": None if DV == vocab else DV})
     if d2t is not None:
-        tokens_DV = _tokens(d2t, t2d, vocab, DV, path, heads.remarks)
+        tokens_DV, remarks = _tokens(d2t, t2d, vocab, DV, path)
+        heads = heads.plus(remarks=remarks)
     elif t2d is not None and (t2d.ndim != 1 or len(t2d) != vocab or int(t2d.sum()) != DV):
         raise UserError(f"{path}: t2d {list(t2d.shape)} marks {int(t2d.sum())} tokens of {DV} in the output layer: fetch it again")
     elif DV == vocab:
-        return
+        return heads
     elif t2d is None:
         raise UserError(f"{path} drafts {DV} of the backbone's {vocab} tokens and has no d2t, which says which: fetch it with d2t")
     else:
         tokens_DV = t2d.nonzero().flatten()
-        heads.remarks.append("d2t is missing and was made from t2d: engines draft the first tokens of the vocabulary, or load zeros")
+        made = "d2t is missing and was made from t2d: engines draft the first tokens of the vocabulary, or load zeros"
+        heads = heads.plus(remarks=[made])
     order_DV = tokens_DV.argsort()
     if not torch.equal(order_DV, torch.arange(DV)):
-        tensors |= {name: tensors[name][order_DV] for name in output_layers if name in tensors}
-        heads.notes.append("draft tokens are in another order than the backbone's: the rows of the output layer follow them")
+        reordered = "draft tokens are in another order than the backbone's: the rows of the output layer follow them"
+        heads = heads.plus(tensors={name: tensors[name][order_DV] for name in output_layers if name in tensors}, notes=[reordered])
         tokens_DV = tokens_DV[order_DV]
-    if DV != vocab:
-        tensors["d2t"] = tokens_DV - torch.arange(DV)
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens_DV, True)
+    if DV == vocab:
+        return heads
+    marked = torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens_DV, True)
+    return heads.plus(tensors={"d2t": tokens_DV - torch.arange(DV), "t2d": marked})
 
 
-def _tokens(d2t: Tensor, t2d: Tensor | None, vocab: int, DV: int, path: str, remarks: list[str]) -> Tensor:
-    """Return the backbone token of each draft token (int64 ``[DV]``)."""
+def _tokens(d2t: Tensor, t2d: Tensor | None, vocab: int, DV: int, path: str) -> tuple[Tensor, list[str]]:
+    """Return the backbone token of each draft token (int64 ``[DV]``), and what contradicts that in the files."""
     if d2t.ndim != 1 or len(d2t) != DV or d2t.is_floating_point():
         raise UserError(f"{path}: d2t is {str(d2t.dtype).removeprefix('torch.')} {list(d2t.shape)}; expected are {DV} whole numbers")
     if t2d is not None and (t2d.ndim != 1 or len(t2d) != vocab):
@@ -124,12 +127,10 @@ def _tokens(d2t: Tensor, t2d: Tensor | None, vocab: int, DV: int, path: str, rem
     as_tokens = d2t.long()
     as_offsets = as_tokens + torch.arange(DV)
     if _fits(as_offsets, marked, vocab):
-        return as_offsets
+        return as_offsets, []
     if _fits(as_tokens, marked, vocab):
-        remarks.append(
-            "d2t holds tokens instead of offsets (token minus draft token) and was converted: engines read it as offsets, wrongly"
-        )
-        return as_tokens
+        converted = "d2t holds tokens instead of offsets (token minus draft token) and was converted: engines read it as offsets, wrongly"
+        return as_tokens, [converted]
     if marked is not None:
         raise UserError(f"{path}: d2t and t2d disagree, whether d2t holds offsets or tokens: the file is damaged, fetch it again")
     raise UserError(f"{path}: d2t names tokens twice or beyond the vocabulary of {vocab}, as offsets and as tokens: fetch it again")

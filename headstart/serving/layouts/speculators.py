@@ -95,12 +95,12 @@ class Speculators(Layout):
                 return _block(files, flat, backbone, taps, anchored=kind == "dspark")
             heads = Eagle3().of(files, flat, backbone, taps)
             if config.get(RESIDUAL) is None:
-                heads.open.append([Choice(f"{RESIDUAL} {str(value).lower()}", {RESIDUAL: value}) for value in (True, False)])
+                ways = [Choice(f"{RESIDUAL} {str(value).lower()}", {RESIDUAL: value}) for value in (True, False)]
+                heads = heads.plus(open=[ways])
         methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
         depth = methods[0].get("speculative_tokens")
-        if isinstance(depth, int) and depth > 0:  # of a block that is not the number of its training
-            heads.arguments["depth"] = depth
-        return heads
+        # Of a block that is not the number of its training.
+        return heads.plus({"depth": depth}) if isinstance(depth, int) and depth > 0 else heads
 
 
 def _block(files: Files, config: dict[str, Any], backbone: Backbone, taps: list[Choice], anchored: bool) -> Heads:
@@ -110,9 +110,8 @@ def _block(files: Files, config: dict[str, Any], backbone: Backbone, taps: list[
         raise UserError(f"{files.path} has layers of {' and '.join(sorted(kinds))}, and not all are causal; heads here have one kind")
     causal = "sliding_attention" in kinds and not config.get("sliding_window_non_causal", False)
     heads = Block().of(files, config | {"causal": causal, "sample_from_anchor": anchored}, backbone, taps)
-    if anchored:
-        heads.notes.append("sample_from_anchor is true, which vLLM's reader of this format ignores: it drops the first draft")
-    return heads
+    ignored = "sample_from_anchor is true, which vLLM's reader of this format ignores: it drops the first draft"
+    return heads.plus(notes=[ignored] if anchored else [])
 
 
 def _proposal(heads: Checkpoint) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import METADATA, checked_weights, load_drafter, read_metadata
-from headstart.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files
-from headstart.serving.layouts.quantize import stated_format
+from headstart.heads.card import METADATA
+from headstart.heads.checkpoint import checked_weights, load_drafter, read_metadata
+from headstart.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files, stated_format
 from headstart.serving.reading import build, original_of, read_exported, recognise, round_as_stored
 from headstart.serving.reference import agreement, reference
 from headstart.serving.verify.drafts import Engine, EngineSettings, Verdict, compare

@@ -102,12 +102,12 @@ def speculative_config(folder: Path, depth: int) -> dict[str, Any]:
     return {"method": method, "model": str(folder), "num_speculative_tokens": depth, **parallel}
 
 
-def run_driver(python: Path, driver: Path, job: dict[str, Any], threads: int = 1) -> dict[str, Any]:
-    """Run ``driver JOB.json RESULT.json`` by the Python of an environment with vLLM, on so many threads, and return the result.
+def run_driver(python: Path, driver: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """Run ``driver JOB.json RESULT.json`` by the Python of an environment with vLLM, on one thread, and return the result.
 
     Raises UserError with vLLM's own words if it fails.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         (work / "job.json").write_text(json.dumps(job))

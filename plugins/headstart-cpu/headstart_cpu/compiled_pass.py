@@ -26,11 +26,10 @@ from headstart.inference.capture.captured import warn_once
 from headstart.inference.capture.stopwatch import void_running
 from headstart.support.pytree import builder, flatten
 from headstart_cpu import store
-from headstart_cpu.layer import Layer
-from headstart_cpu.program import SPACE, NotCompiled, Program, named_weights
-from headstart_cpu.sizes import Inputs, Shape
+from headstart_cpu.kernels import Damaged
+from headstart_cpu.program import SPACE, Inputs, NotCompiled, Program, Shape, named_weights
+from headstart_cpu.store import Layer
 from headstart_cpu.weights import NoMemory, Weights
-from headstart_cpu.whole import Damaged
 
 MOST_SHAPES = 4096
 """Exact shapes of calls that are remembered."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.inference.capture import onednn
-from headstart.inference.capture.watch import version
+from headstart.inference.capture.capture import version
 
 PACKED_FOR = 12
 """Rows that the order is chosen for; it works for any number."""

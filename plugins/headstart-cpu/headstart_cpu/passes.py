@@ -26,7 +26,7 @@ from headstart.support.pytree import list_tensors
 
 if TYPE_CHECKING:
     from headstart_cpu.compiled_pass import CompiledPass, Missing
-    from headstart_cpu.sizes import Shape
+    from headstart_cpu.program import Shape
 
 OFF = "HEADSTART_COMPILE"
 """With this environment variable at 0, compiled code is not used unless it is asked for by name."""

@@ -18,8 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from headstart.heads.backbone import tree_attention  # noqa: F401  (registers an operation)
 from headstart.inference.capture.marks import marking
 from headstart_cpu import kernels  # noqa: F401  (as above)
-from headstart_cpu.program import NotCompiled, Region
-from headstart_cpu.sizes import Size
+from headstart_cpu.program import NotCompiled, Region, Size
 
 aten = torch.ops.aten
 REPLACED = {torch.ops.headstart.few_queries.default: torch.ops.headstart_cpu.attention.default}

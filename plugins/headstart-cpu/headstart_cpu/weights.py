@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from headstart.inference.capture.watch import version
+from headstart.inference.capture.capture import version
 from headstart.support.text import gigabytes
 from headstart_cpu.program import Packed, whole_blocks
 

@@ -13,10 +13,8 @@ from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, s
 from headstart_cpu import kernels, store, workers
 from headstart_cpu.compile_model import compile_model
 from headstart_cpu.compiled_pass import BEGUN, Loaded
-from headstart_cpu.fakes import EXAMPLES
-from headstart_cpu.program import Program
-from headstart_cpu.sizes import hold, sizes_named
-from headstart_cpu.traced import traced
+from headstart_cpu.program import Program, hold, sizes_named
+from headstart_cpu.traced import EXAMPLES, traced
 from needs import needs_a_compiler
 
 from headstart.heads.backbone.backbone import Backbone

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from headstart_cpu import kernels, layer, store, whole
+from headstart_cpu import kernels, store
 from headstart_cpu.program import NotCompiled, Program, Region
 
 from headstart.inference.capture.backend import all_nearly_equal
@@ -32,11 +32,11 @@ def test_a_file_is_whole_if_its_hash_is_that_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "layer.so"
     for damage in (lambda: file.write_bytes(b"cod"), (tmp_path / "layer.so.sha256").unlink):
         file.write_bytes(b"code")
-        whole.seal(file)
-        assert whole.require_whole(file) == file
+        kernels.seal(file)
+        assert kernels.require_whole(file) == file
         damage()
-        with pytest.raises(whole.Damaged, match="layer.so is damaged"):
-            whole.require_whole(file)
+        with pytest.raises(kernels.Damaged, match="layer.so is damaged"):
+            kernels.require_whole(file)
         assert not file.exists()
 
 
@@ -75,8 +75,8 @@ def test_a_region_is_kept_with_the_file_about_operations_of_ours_if_it_has_some(
         return built
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_aot", compiled)
-    layer.compile_region(Region("def forward(self, x):\n    return [x + 1]", (("float32", ("rows", 4)),)), tmp_path / "layer-1")
-    names = {layer.FILE, f"{layer.FILE}.sha256"} | ({"layer.json"} if ours else set())
+    store.compile_region(Region("def forward(self, x):\n    return [x + 1]", (("float32", ("rows", 4)),)), tmp_path / "layer-1")
+    names = {store.FILE, f"{store.FILE}.sha256"} | ({"layer.json"} if ours else set())
     assert {file.name for file in (tmp_path / "layer-1").iterdir()} == names
 
 

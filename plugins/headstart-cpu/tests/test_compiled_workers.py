@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from headstart_cpu import kernels, workers
-from headstart_cpu.layer import FILE
 from headstart_cpu.program import Region
+from headstart_cpu.store import FILE
 from needs import needs_a_compiler
 
 import headstart

@@ -12,13 +12,11 @@ from transformers import GenerationConfig
 from headstart.chat.prompts import Prompt, Prompter
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.bench import bench, timing
+from headstart.inference.bench import bench, systems
 from headstart.inference.bench.bench import Plan, Race, compare
-from headstart.inference.bench.page import report_page
 from headstart.inference.bench.results import busy, memory_bandwidth, repeated_ngrams, weight_bytes
-from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
-from headstart.inference.bench.table import AR, capture_notes, conclusions, print_report, rows_at
-from headstart.inference.bench.timing import OtherPrograms
+from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, OtherPrograms, TransformersSystem, load_assistant
+from headstart.inference.bench.table import AR, capture_notes, conclusions, print_report, report_page, rows_at
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
@@ -125,10 +123,10 @@ def test_speeds_are_medians_of_rounds_and_uncertain_ones_are_never_green(heads):
 
 def test_what_other_programs_use_is_seen_and_what_this_one_uses_is_not(monkeypatch):
     whole, own = [10.0], [1.0]
-    monkeypatch.setattr(timing.psutil, "cpu_times", lambda: scputimes(whole[0], 500.0, 3.0))
-    monkeypatch.setattr(timing.os, "times", lambda: (own[0], 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(systems.psutil, "cpu_times", lambda: scputimes(whole[0], 500.0, 3.0))
+    monkeypatch.setattr(systems.os, "times", lambda: (own[0], 0.0, 0.0, 0.0, 0.0))
     now = iter([0.0, 2.0])
-    monkeypatch.setattr(timing.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(systems.time, "monotonic", lambda: next(now))
     with OtherPrograms() as others:
         whole[0], own[0] = 14.0, 2.4
     assert others.processors == pytest.approx((4 - 1.4) / 2)

@@ -10,8 +10,7 @@ from families import Scripted, backbone, prompts
 
 from headstart.chat.prompts import Prompt
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.page import report_page
-from headstart.inference.bench.table import print_report
+from headstart.inference.bench.table import print_report, report_page
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts

@@ -15,7 +15,7 @@ from headstart.chat.prompts import Prompt
 from headstart.cli.main import main
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.compare import Comparison, comparison_page
-from headstart.inference.bench.page import report_page
+from headstart.inference.bench.table import report_page
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.page import Series, charts, page

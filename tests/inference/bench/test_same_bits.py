@@ -13,9 +13,9 @@ from needs import needs_a_compiler
 from headstart.chat.prompts import Prompt
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
-from headstart.inference.bench import logits
+from headstart.inference.bench import judging
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.logits import LogitsComparison, continued
+from headstart.inference.bench.judging import LogitsComparison, continued
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture import onednn
 from headstart.inference.capture.capture import BackendName
@@ -101,7 +101,7 @@ def test_attention_in_fp32_has_the_bits_of_the_plain_step(slots: int) -> None:
 
 
 def test_large_batches_keep_fewer_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "MOST_LOGITS", 2 * 5 * VOCAB + 7)
+    monkeypatch.setattr(judging, "MOST_LOGITS", 2 * 5 * VOCAB + 7)
     on = backbone("llama")
     asked = [Prompt(ids_T) for ids_T in prompts((12, 9, 11, 10))]
     report = compare([("m", SpeculativeModel(on, random_drafter("medusa", on)))], asked, Plan(24, tree=TREE, batches=(1, 2)))
@@ -158,7 +158,7 @@ def test_logits_that_differ_are_counted() -> None:
     ],
 )
 def test_the_dtype_on_a_cpu(saved: torch.dtype, instructions: bool, dtype: str, loaded: torch.dtype, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("headstart.heads.backbone.quantization.bf16_instructions", lambda: instructions)
+    monkeypatch.setattr("headstart.heads.backbone.model_config.bf16_instructions", lambda: instructions)
     tiny("llama").to(saved).save_pretrained(tmp_path)
     assert load_backbone(str(tmp_path), dtype=dtype, device="cpu").dtype == loaded  # type: ignore[arg-type]
 

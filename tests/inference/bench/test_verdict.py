@@ -17,9 +17,8 @@ from headstart.chat.prompts import Prompt
 from headstart.cli.main import main
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.judging import Entry, sentence
-from headstart.inference.bench.page import report_page
 from headstart.inference.bench.systems import AR
-from headstart.inference.bench.table import print_report
+from headstart.inference.bench.table import print_report, report_page
 from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.judge import Judgement
 from headstart.inference.engine.tree import TreeShape

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from small_run import make_recipe
 
 import headstart
-from headstart.cli import failures
+from headstart.cli import main as command
 from headstart.support.errors import UserError
 from headstart.training.data import data as data_module
 from headstart.training.data import kept, tokenise
@@ -265,7 +265,7 @@ def test_a_launch_tokenises_once_and_a_fault_ends_every_process(folder: Path, tm
     log = tmp_path / "log.txt"
     assert Forked(2, [str(recipe), f"save.dir={tmp_path / 'out'}"], log).wait() == 0, log.read_text()[-3000:]
     assert set(calls.read_text().split()) == {"0"} and len(list(folder.iterdir())) == 1
-    monkeypatch.setattr(failures, "time", SimpleNamespace(sleep=lambda _: None))  # the others wait to be ended
+    monkeypatch.setattr(command, "time", SimpleNamespace(sleep=lambda _: None))  # the others wait to be ended
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": 5}\n')
     assert Forked(2, [str(recipe), f"save.dir={tmp_path / 'other'}", f"data.train={bad}"], log).wait() == 2

@@ -1,1 +1,0 @@
-"""Recipes by rule: the values that suit a model, from its configuration, and a recipe's text."""
