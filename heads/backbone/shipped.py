@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headstart.support.errors import UserError
+from headstart.support.files import RECIPES
 
 EMBEDDED = "embedded"
 """Name of the small backbone that ships with the package."""
@@ -16,7 +17,7 @@ HEADS = {EMBEDDED: "quickstart/heads/eagle3", f"{EMBEDDED}-mlp": "quickstart/hea
 
 def resolve(path: str) -> str:
     """Map ``embedded`` to the folder of the backbone that ships with the package; return anything else unchanged."""
-    return str(_recipes() / "quickstart" / "backbone") if path == EMBEDDED else path
+    return str(RECIPES / "quickstart" / "backbone") if path == EMBEDDED else path
 
 
 def resolve_heads(path: str) -> Path | None:
@@ -26,13 +27,7 @@ def resolve_heads(path: str) -> Path | None:
     neither one of them nor a path.
     """
     if path in HEADS and not (Path(path) / "headstart.json").is_file():
-        return _recipes() / HEADS[path]
+        return RECIPES / HEADS[path]
     if path.startswith(f"{EMBEDDED}-") and "/" not in path and not Path(path).exists():
         raise UserError(f"no heads {path!r} ship with the project, and there is no such folder; {', '.join(HEADS)} do")
     return None
-
-
-def _recipes() -> Path:
-    import headstart.recipes as recipes
-
-    return Path(next(iter(recipes.__path__)))

@@ -18,6 +18,8 @@ from filelock import FileLock, Timeout
 
 from headstart.support.errors import UserError, cause, nearest
 
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+"""The folder of recipes: that of the clone, or of the installed package."""
 MAX_PATH, MAX_PART = 4096, 255
 """Bytes of a path, and of a name in it, on Linux."""
 KINDS = {

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from huggingface_hub.errors import HTTPError as ConnectionFault
 
 from headstart.support.errors import UserError, cause
-from headstart.support.files import as_path
+from headstart.support.files import RECIPES, as_path
 
 PATIENCE = 5.0
 """Seconds within which the hub has to answer."""
@@ -108,10 +108,6 @@ def inside(folder: Path, name: str | Path) -> Path:
         return path
     fault = f"{path} leads out of the folder, to {target}"
     raise UserError(f"{fault}; fetch it from a source that you trust, or put a copy in place of the link")
-
-
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-"""The folder of recipes: that of the clone, or of the installed package."""
 
 
 def local_or_shipped(path: str | Path) -> Path:

@@ -69,7 +69,7 @@ class Servers:
         self.turn, self.missing = 0, 0
         self.resting: dict[str, tuple[float, int]] = {}
         """Address -> until when it rests, and how often it has failed in a row."""
-        self._sweep(STALE)
+        self._sweep()
 
     def ask(self, tokens: Sequence[int], *, new_tokens: int = 0, **options: Any) -> Answer:
         """Return the hidden states of the tokens and, with ``new_tokens``, of those that the server generates after them, but for the last.
@@ -186,11 +186,11 @@ class Servers:
                 "disk is full; give both the same folder, with room"
             )
 
-    def _sweep(self, age: float) -> None:
-        """Delete files that requests without a reader have left: this run's, and from an age on those of others."""
+    def _sweep(self) -> None:
+        """Delete files that requests without a reader have left: this run's, and `STALE` ones of others."""
         for file in self.folder.glob(f"*{PREFIX}*") if self.folder.is_dir() else ():
             try:
-                if self.run in file.name or time.time() - file.stat().st_mtime > age:
+                if self.run in file.name or time.time() - file.stat().st_mtime > STALE:
                     file.unlink()
             except OSError:  # another run's, or gone
                 continue
@@ -199,4 +199,4 @@ class Servers:
         """End requests that wait, and delete what they leave behind."""
         self.stopped.set()
         self.client.close()
-        self._sweep(STALE)
+        self._sweep()
