@@ -93,7 +93,10 @@ class Adapter:
 
 
 def unwrap(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, Adapter | None]:
-    """Return the underlying model and its adapter, if it has one that is identified and trained. Raises UserError as `require_alike`."""
+    """Return the underlying model and its adapter, if it has one that is identified and trained. Raises UserError as `require_alike`, and
+    for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"a backbone is a loaded model, as AutoModelForCausalLM.from_pretrained returns it; got {model!r}")
     if "peft" not in sys.modules:  # no PeftModel can exist
         return model, None
     from peft import PeftMixedModel, PeftModel

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from headstart.heads.backbone.adapter import SHARED, changes_tables, require_alike
+from headstart.heads.backbone.chain_cache import chain_fault
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recurrent import KIND, Branch, Recurrent, find_recurrent
 from headstart.heads.backbone.versions import CACHE
-from headstart.heads.kv.chain_cache import chain_fault
 from headstart.support.errors import UserError, cause
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.chain_cache import ChainCache, ChainRow, as_steps, mixers_of
 from headstart.heads.backbone.features import Features
-from headstart.heads.kv.chain_cache import ChainCache, ChainRow, as_steps, mixers_of
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree

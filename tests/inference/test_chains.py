@@ -12,7 +12,7 @@ from families import Scripted, left_padded, prompts, random_drafter, say, unpadd
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.kv.chain_cache import MOST_PENDING, ChainRow, copied, mixers_of
+from headstart.heads.backbone.chain_cache import MOST_PENDING, ChainRow, copied, mixers_of
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.chains import ChainReader

@@ -64,6 +64,8 @@ def test_more_refusals(row: dict[str, Tensor]) -> None:
 
 
 def test_models_that_cannot_be_backbones() -> None:
+    with pytest.raises(UserError, match="a backbone is a loaded model, as .* returns it; got 'some/model'"):
+        headstart.load(None, "some/model")  # type: ignore[arg-type]
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 40}
     with pytest.raises(UserError, match="encoder-decoder"):
         headstart.load(None, transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))

@@ -85,7 +85,8 @@ def test_every_command_of_the_readme_that_needs_no_clone_runs(binaries: Path, tm
     shutil.rmtree(home / "out" / "quickstart")  # the README trains these
     every = commands([ROOT / "README.md"])
     lines = [line for line in every if not reason_not_run(line)]
-    assert len(lines) >= 8 and {*every} - {*lines} == {"headstart chat --heads smollm2"}, "which downloads the model"
+    left_out = {line for line in every if line not in lines}
+    assert len(lines) >= 8 and all("--heads smollm2" in line for line in left_out), "which need the model"
     for line in lines:
         words = [word.replace("save.dir=out/new", "save.dir=out/quickstart/eagle3") for word in shorter(line, home)]
         clear(words, home)
