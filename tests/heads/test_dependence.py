@@ -87,7 +87,7 @@ def test_beams_are_refused_in_one_line() -> None:
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_bench_finds_a_dependence_that_the_probe_has_missed(temperature: float) -> None:
     on = dependent()
-    plan = Plan(24, (temperature,), tree=SHAPE)
+    plan = Plan(16, (temperature,), tree=SHAPE)
     resting = compare([("m", heads_on(on))], BENCHED[:1], plan)
     assert resting["verdict"] == resting["results"][0]["verdict"] == "identical" and resting["results"][0]["tau"] == 1
     on.dependence = None

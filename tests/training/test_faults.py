@@ -182,7 +182,7 @@ class TestRun:
         return load_backbone(str(tmp_path / "backbone"), device="cpu")
 
     def test_some_operations(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.sweep(recipe, tmp_path, capsys, slice(None, None, 17))
+        self.sweep(recipe, tmp_path, capsys, slice(None, None, 29))
 
     @pytest.mark.slow
     def test_every_operation(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ FEWER = {"eagle3": 16, "medusa": 16}
 """Steps of the heads that learn faster."""
 HEADS = [*every_head(DEPTH), *((kind, {"depth": DEPTH}) for kind in STRANGERS)]
 HEADS += [(kind, {**dict(every_head(DEPTH))[kind], **arguments}) for kind, arguments in VARIANTS]
-HEADS.sort(key=lambda head: head[0] not in ("eagle3", "medusa"))  # the first two are the fast ones
+HEADS.sort(key=lambda head: head[0] != "medusa")  # the first is the fast one
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def accepted(drafter: Drafter, of: Conversation) -> float:
     return output.tau / longest
 
 
-@pytest.mark.matrix(cells=2)
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("kind,arguments", HEADS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
 def test_one_conversation_is_learnt(conversation: Conversation, kind: str, arguments: dict[str, Any]) -> None:
     torch.manual_seed(0)

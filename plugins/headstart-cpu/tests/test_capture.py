@@ -26,6 +26,7 @@ from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.support.pytree import builder, flatten
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("tracing")
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ RELEASED = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads"
 
 
 @needs_bf16
+@pytest.mark.usefixtures("tracing")
 @pytest.mark.parametrize("capture", [pytest.param("off", marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_drafts_change_no_bit_at_released_widths(dtype: torch.dtype, capture: str) -> None:

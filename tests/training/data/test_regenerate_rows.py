@@ -39,7 +39,7 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     return events
 
 
-@pytest.mark.parametrize("batch_size", [2, 40])
+@pytest.mark.parametrize("batch_size", [pytest.param(2, marks=pytest.mark.slow), 40])
 def test_a_row_is_in_the_file_when_it_has_ended(ask: Any, tmp_path: Path, grown: list[tuple[int, str]], batch_size: int) -> None:  # noqa: F811
     """Between the first row and the last one the model goes on decoding, however many rows are decoded at once."""
     rows = dialogues(30)
