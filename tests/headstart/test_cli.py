@@ -1,5 +1,6 @@
 """The command ``headstart``: its output, its reports, and one line for every error."""
 
+import io
 import json
 import re
 import shutil
@@ -15,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
 from headstart.chat.prompts import Prompter, read_prompts
-from headstart.cli import generate
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
@@ -268,12 +268,14 @@ def test_the_report_must_be_writable_before_the_work(tmp_path, capsys):
         assert capsys.readouterr().err.startswith(f"error: --json {file}")
 
 
-def test_interrupted(monkeypatch, capsys):
-    def interrupt(args):
+class Interrupted(io.StringIO):
+    def read(self, size: int | None = -1) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "generate", interrupt)
-    assert main(["generate", "hi"]) == 130
+
+def test_interrupted(stdin, capsys):
+    stdin(Interrupted())
+    assert main(["generate", "--heads", "medusa"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 

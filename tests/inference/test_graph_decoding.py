@@ -63,7 +63,7 @@ def require_equal(one: Any, other: Any) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.matrix(cells=5)
+@pytest.mark.matrix(cells=3)
 @pytest.mark.parametrize(("kind", "arguments"), HEADS)
 @pytest.mark.parametrize(("sample", "shape"), [(False, TreeShape(32, 6)), (True, TreeShape(16, 3))])
 @pytest.mark.parametrize(("rows", "batch"), [((50,), 1), ((57, 9, 20, 1), 3)])
@@ -153,6 +153,6 @@ def test_a_window_of_heads_bounds_their_graphs(graphs: type[Recorded], sizes: An
     for of in (plain, recorded):
         of.limit(window=20, sink=2)
         sizes(1)
-        outs.append(say(of, left_padded(prompts((9,))), max_new_tokens=110, **options))
+        outs.append(say(of, left_padded(prompts((9,))), max_new_tokens=60, **options))
     assert torch.equal(outs[0].sequences, outs[1].sequences) and outs[0].nodes == outs[1].nodes
     assert count(recorded)["drafts"] <= 2 * 3

@@ -90,6 +90,7 @@ ALIKE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.matrix(cells=4)
 @pytest.mark.parametrize("kind", ALIKE)
 def test_what_changes_the_layers_alike_counts_from_the_next_call(kind: str) -> None:
     model, heads = loaded("trace" if kind == "lora" else "off")

@@ -272,7 +272,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.matrix(cells=2)
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_the_process_change_no_text(saved: Path, name: str) -> None:
     """Loaded and called inside them or outside, with captures made outside or inside."""

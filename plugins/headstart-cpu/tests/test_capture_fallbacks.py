@@ -117,11 +117,6 @@ def test_without_traces_auto_captures_nothing_and_says_so(
             Capturer("trace", CPU)
 
 
-def test_a_torch_without_torch_jit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "jit", None)  # only the choice is tested: torch and transformers do not decode without it
-    assert "has no torch.jit.optimized_execution" in str(Capturer("auto", CPU).report().fallback)
-
-
 def test_no_private_function_goes_unlisted() -> None:
     source = Path(trace.__file__).read_text()
     used = set(re.findall(r"(?:passes|torch\._C)\.(\w+)", source))
