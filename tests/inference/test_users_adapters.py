@@ -43,7 +43,7 @@ def switched_on() -> peft.LoraConfig:
 
 def loaded(capture: BackendName = "off") -> tuple[PreTrainedModel, SpeculativeModel]:
     """A model with heads on it, before any adapter is."""
-    model = tiny("llama")
+    model = tiny("shallow")
     return model, headstart.load(None, backbone=model, proposers=("suffix", "recycling"), capture=capture)
 
 

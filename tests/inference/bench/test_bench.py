@@ -7,7 +7,6 @@ from collections import namedtuple
 import pytest
 import torch
 from families import DRAFTERS, backbone, build, prompts, random_drafter, tiny
-from recorded import shallow
 from talker import talker
 from transformers import GenerationConfig
 
@@ -35,7 +34,7 @@ scputimes = namedtuple("scputimes", "user idle iowait")
 
 @pytest.fixture(scope="module")
 def heads() -> SpeculativeModel:
-    on = shallow()
+    on = backbone("shallow")
     return SpeculativeModel(on, random_drafter("medusa", on, depth=3))
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import SIZES, VOCAB, build, prompts, random_drafter, say, shake, tiny
+from families import SIZES, VOCAB, backbone, build, prompts, random_drafter, say, shake, tiny
 from needs import needs_a_compiler
-from recorded import shallow
 
 from headstart.chat.prompts import Prompt
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
@@ -104,7 +103,7 @@ def test_attention_in_fp32_has_the_bits_of_the_plain_step(slots: int) -> None:
 
 def test_large_batches_keep_fewer_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits, "MOST_LOGITS", 2 * 5 * VOCAB + 7)
-    on = shallow()
+    on = backbone("shallow")
     asked = [Prompt(ids_T) for ids_T in prompts((12, 9, 11, 10))]
     report = compare([("m", SpeculativeModel(on, random_drafter("medusa", on)))], asked, Plan(12, tree=TREE, batches=(1, 2)))
     assert [row["logits"]["positions"] for row in report["results"]] == [4 * 10, 4 * 5]
