@@ -214,7 +214,7 @@ def test_hooks_of_the_users_own_act_as_they_do_without_heads() -> None:
 
 
 def test_what_was_replaced_is_noticed() -> None:
-    model = tiny("llama")
+    model = tiny("shallow")
     heads = headstart.load(None, backbone=model)
     model.resize_token_embeddings(80)
     with pytest.raises(UserError, match="replaced or resized since heads were loaded; load them anew"):
@@ -223,7 +223,7 @@ def test_what_was_replaced_is_noticed() -> None:
 
 
 def test_calls_inside_inference_mode_and_outside() -> None:
-    model, truth = tiny("llama"), tiny("llama").generate(**ROW, max_new_tokens=20)
+    model, truth = tiny("shallow"), tiny("shallow").generate(**ROW, max_new_tokens=20)
     on = Backbone(model)
     heads = SpeculativeModel(on, random_drafter("eagle3", on), proposers=[], capture="trace")
     for inside in (True, False, True, False):

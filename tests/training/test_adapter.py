@@ -43,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 def joint_recipe(folder: Path, **lora: float | bool) -> Path:
     return make_recipe(
         folder,
+        6,
         backbone={"lora": LORA | lora},
         drafter={"kind": "tests.helpers.dying", "depth": 2, "taps": [1, 3, 5], "draft_vocab_size": 40},
         train={"steps": STEPS, "micro_batch": 2, "ema_decay": 0.5, "optimizer": "muon"},

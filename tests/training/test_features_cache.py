@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe and, in ``cache``, the features of its samples in several shards."""
     folder = tmp_path_factory.mktemp("whole")
-    recipe = make_recipe(folder, drafter=EAGLE)
+    recipe = make_recipe(folder, 6, drafter=EAGLE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(caching, "plan_shards", lambda samples, form, shard_mb: tuple((i, min(i + 5, 36)) for i in range(0, 36, 5)))
         assert main(["cache", str(recipe), f"cache.dir={folder / 'cache'}"]) == 0
@@ -120,7 +120,7 @@ def test_another_cache_is_refused_by_what_differs(whole: Path, tmp_path: Path, c
 
 
 def test_other_weights_and_other_rows_are_refused(tmp_path: Path, capsys: Any) -> None:
-    make_recipe(tmp_path, drafter=EAGLE)
+    make_recipe(tmp_path, 6, drafter=EAGLE)
     assert main(["cache", *options(tmp_path)]) == 0
     rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "text.jsonl").write_text("".join(rows[:7] + ['{"text": "a sun finds so"}\n'] + rows[8:]))
@@ -194,7 +194,7 @@ def test_a_killed_writer_goes_on_and_two_share_the_work(copy: Path, whole: Path)
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    recipe, usage = make_recipe(tmp_path), namedtuple("usage", "total used free")
+    recipe, usage = make_recipe(tmp_path, 6, layers=6), namedtuple("usage", "total used free")
     command = ["cache", str(recipe), f"cache.dir={tmp_path}/new"]
     assert main([*command, "--estimate", "--json", f"{tmp_path}/size.json"]) == 0
     size = json.loads((tmp_path / "size.json").read_text())

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 def make(folder: Path, **sections: dict[str, Any]) -> Path:
     """A recipe with three drafters."""
     train = {"steps": STEPS, "batch_size": 4, "micro_batch": 2, **sections.pop("train", {})}
-    path = make_recipe(folder, train=train, **{"eval": {"every": 4, "prompts": 1}, **sections})
+    path = make_recipe(folder, 6, train=train, **{"eval": {"every": 4, "prompts": 1}, **sections})
     recipe = read_yaml(path)
     del recipe["drafter"]
     path.write_text(dump_yaml({**recipe, "heads": HEADS}))

@@ -102,7 +102,7 @@ def on_python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_traces_auto_captures_nothing_and_says_so(
     missing: Callable[[pytest.MonkeyPatch], None], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on, row = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    on, row = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "tree": TreeShape(8, 3)}
     truth, drafter = say(SpeculativeModel(on, capture="off"), row, **options), random_drafter("medusa", on)
     with pytest.MonkeyPatch.context() as patch:
