@@ -28,7 +28,8 @@ def make_backbone(folder: Path, layers: int = 2) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(letters), hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2, initializer_range=0.3,
+        vocab_size=len(letters), hidden_size=16,
+        intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2, initializer_range=0.3,
         max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

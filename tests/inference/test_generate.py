@@ -10,20 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import (
-    DRAFTERS,
-    VOCAB,
-    Noted,
-    Scripted,
-    backbone,
-    heads,
-    left_padded,
-    prompts,
-    say,
-    texts,
-    tiny,
-    unpadded,
-)
+from families import DRAFTERS, VOCAB, Noted, Scripted, backbone, heads, left_padded, prompts, say, texts, tiny, unpadded
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer

@@ -126,7 +126,7 @@ def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
 
 def test_recomputed_blocks_are_planned_as_they_are_computed(small: Path) -> None:
     """The backward computes again with fused attention, whose scores it does not keep, as the forward did."""
-    options = ["drafter={kind: block, layers: 3}", "train.gradient_checkpointing=true"]
+    options = ["drafter={kind: block, layers: 2, depth: 3}", "train.gradient_checkpointing=true"]
     recipes = [load_recipe(small, options[:count]) for count in (1, 2)]
     plans = [MemoryPlan(recipe, make_fake_models(recipe, True), True, False) for recipe in recipes]
     kept, again = (plan.step(MicroBatch(2, 64)).phases[DRAFT_STEP] for plan in plans)

@@ -175,30 +175,6 @@ def test_texts_are_continued_and_never_dropped(ask: Any, talker: Path, tmp_path:
     assert (report["rows_written"], report["empty"], report["truncated"]) == (2, 1, 0) and 2 <= report["tokens"] <= 10
 
 
-@pytest.mark.slow
-def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, options = dialogues(), (*SAMPLED, "regenerate.batch_size=1")
-    assert ask(rows, *options, out="whole.jsonl") == 0
-    append, count = PartialFile.append, iter(range(99))
-
-    def dying(self: PartialFile, line: dict[str, Any]) -> None:
-        if next(count) == 5:
-            self.file.write(b'{"row": 6, "tur')  # partly written when killed
-            raise KeyboardInterrupt
-        append(self, line)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PartialFile, "append", dying)
-        assert ask(None, *options) == 130
-    half = tmp_path / "new.jsonl.partial"
-    assert len(half.read_bytes().split(b"\n")) == 7 and not (tmp_path / "new.jsonl").exists()
-    assert ask(None, *options, "regenerate.batch_size=4") == 0
-    assert result(tmp_path)["rows_resumed"] == 5
-    assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert [row["row"] for row in rows_of(tmp_path / "new.jsonl")] == sorted(row["row"] for row in rows_of(tmp_path / "new.jsonl"))
-    assert not half.exists()
-
-
 @pytest.mark.matrix(cells=2)
 @pytest.mark.parametrize(
     ("change", "message"),

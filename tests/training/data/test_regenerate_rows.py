@@ -67,7 +67,9 @@ def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, m
         patch.setattr(Decoder, "step", dying)
         assert ask(None, *SAMPLED) == 130
     kept = rows_of(tmp_path / "new.jsonl.partial")[1:]
-    assert 3 <= len(kept) < 12
+    assert 3 <= len(kept) < 12 and not (tmp_path / "new.jsonl").exists()
+    with (tmp_path / "new.jsonl.partial").open("ab") as half:
+        half.write(b'{"row": 6, "tur')  # partly written when killed
     assert ask(None, *SAMPLED) == 0 and result(tmp_path)["rows_resumed"] == len(kept)
     assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
