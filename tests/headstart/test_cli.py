@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -284,11 +283,9 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_loads_no_library():
-    start = time.perf_counter()
     done = python("-X", "importtime", "-m", "headstart.cli", "--help")
     assert done.returncode == 0 and "bench" in done.stdout and "generate" in done.stdout
     assert not {"torch", "transformers"} & {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert time.perf_counter() - start < 10
     assert python("-m", "headstart.cli", "--version").stdout == f"headstart {headstart.__version__}\n"
 
 

@@ -172,7 +172,7 @@ def test_a_share_of_the_positions_takes_a_share_of_the_memory(small: Path, monke
 
 
 def test_more_rows_and_longer_ones_take_more(small: Path) -> None:
-    recipe = load_recipe(small, ["drafter.kind=eagle3"])
+    recipe = load_recipe(small, ["drafter={kind: eagle3, depth: 2}", "objective.chunk_size=1000"])
     memory = MemoryPlan(recipe, make_fake_models(recipe, False), False, False)
     most = [memory.step(size).peak for size in (MicroBatch(2, 32), MicroBatch(4, 32), MicroBatch(4, 64), MicroBatch(4, 64, 0.5))]
     assert most[0] < most[1] < most[2] > most[3]
