@@ -7,7 +7,6 @@ import importlib
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import peft
@@ -23,6 +22,7 @@ from users_model import state
 
 import headstart
 from headstart.cli.train import main
+from headstart.heads.backbone import adapter as adapters
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
@@ -242,7 +242,7 @@ def test_refused_adapters(trained: Path, tmp_path: Path, monkeypatch: pytest.Mon
     file.unlink()
     with pytest.raises(UserError, match="lacks"):
         headstart.load(out, backbone=fresh())
-    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install 'headstart\\[peft\\]'"):
         headstart.load(trained / "out", backbone=fresh())
 

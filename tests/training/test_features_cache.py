@@ -194,7 +194,7 @@ def test_a_killed_writer_goes_on_and_two_share_the_work(copy: Path, whole: Path)
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    recipe, usage = make_recipe(tmp_path, 6, layers=6), namedtuple("usage", "total used free")
+    recipe, usage = make_recipe(tmp_path, 6), namedtuple("usage", "total used free")
     command = ["cache", str(recipe), f"cache.dir={tmp_path}/new"]
     assert main([*command, "--estimate", "--json", f"{tmp_path}/size.json"]) == 0
     size = json.loads((tmp_path / "size.json").read_text())

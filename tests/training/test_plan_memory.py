@@ -171,6 +171,7 @@ def test_a_share_of_the_positions_takes_a_share_of_the_memory(small: Path, monke
     assert 2.5 < objective[0.4] / objective[0.1] < 4.5
 
 
+@pytest.mark.slow
 def test_more_rows_and_longer_ones_take_more(small: Path) -> None:
     recipe = load_recipe(small, ["drafter={kind: eagle3, depth: 2}", "objective.chunk_size=1000"])
     memory = MemoryPlan(recipe, make_fake_models(recipe, False), False, False)

@@ -147,6 +147,16 @@ def test_an_export_is_verified_without_running_the_backbone(to: str, cached: tup
     assert "fc.weight" in capsys.readouterr().out
 
 
+def test_the_plan_says_train_and_export_only(target: Any, tmp_path: Path, capsys: Any) -> None:
+    recipe, machine = str(target[0] / "recipe.yaml"), ["--gpus", "1", "--memory", "1.2"]
+    assert main(["plan", *machine, "--no-calibration", recipe, "drafter={kind: medusa, depth: 1}"]) == 0
+    assert sum("train and export only" in line for line in capsys.readouterr().out.splitlines()) == 1
+    wanted = ["new-recipe", str(target[0] / "backbone"), "--data", str(target[0] / "text.jsonl"), *machine]
+    assert main([*wanted, "--method", "medusa2", "--out", f"{tmp_path}/medusa2.yaml"]) == 2
+    assert "--method medusa2 takes the layers" in said(capsys)
+
+
+@pytest.mark.slow
 def test_recipe_and_plan_say_train_and_export_only(target: Any, tmp_path: Path, capsys: Any) -> None:
     """In one line each; the recipe asks a server, and its plan counts no layers."""
     folder, recipe = target[0], tmp_path / "recipe.yaml"
@@ -159,5 +169,3 @@ def test_recipe_and_plan_say_train_and_export_only(target: Any, tmp_path: Path, 
     assert main(["plan", "--gpus", "1", "--memory", "1.2", "--no-calibration", str(recipe)]) == 0
     out = capsys.readouterr().out
     assert sum("train and export only" in line for line in out.splitlines()) == 1 and "backbone activations" not in out
-    assert main([*arguments, "--method", "medusa2", "--out", f"{tmp_path}/medusa2.yaml"]) == 2
-    assert "--method medusa2 takes the layers" in said(capsys)
