@@ -15,9 +15,7 @@ from families import STRANGERS
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.heads.medusa import Medusa
 from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -102,19 +100,3 @@ def test_one_conversation_is_learnt(conversation: Conversation, kind: str, argum
         drafter.use_vocabulary(conversation.frequent(len(drafter.vocabulary)))
     overfit(drafter, conversation, TRAIN.model_copy(update={"steps": FEWER.get(kind, TRAIN.steps)}))
     assert accepted(drafter, conversation) >= SHARE
-
-
-@pytest.mark.slow
-def test_a_misaligned_head_is_found_out(conversation: Conversation) -> None:
-    """Trained one position off, a head that learns its row as well is wrong nearly everywhere."""
-
-    class Misaligned(Medusa):
-        def forward_dense(self, features: Features) -> list[Tensor]:
-            ahead = Features(features.tokens_BT, features.hidden_BTD.roll(-1, 1), document_BT=features.document_BT)
-            return super().forward_dense(ahead)
-
-    torch.manual_seed(0)
-    drafter = build_drafter("medusa", conversation.backbone, {"depth": DEPTH})
-    drafter.__class__ = Misaligned
-    overfit(drafter, conversation)
-    assert accepted(drafter, conversation) < 0.6
