@@ -11,7 +11,7 @@ from headstart.chat.prompts import Prompter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 96}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 96}
 
 
 @functools.cache
