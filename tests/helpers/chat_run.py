@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from headstart.training.recipe.yaml_text import dump_yaml
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 256}
 MANY_ENDS = list(range(100, 140))
 """Tokens that end an answer too, so that a random model ends one after about ten tokens."""
 

@@ -24,7 +24,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
 
 def ahead(temperature: float) -> list[list[int]]:
     """What the backbone writes after each prompt, further than the measured texts go."""
-    alone = SpeculativeModel(backbone("shallow"), capture="off")
+    alone = SpeculativeModel(backbone("llama"), capture="off")
     rows = [continue_texts(alone, [ids_T], Settings(NEW + DEPTH + 1, temperature), [i]).sequences[0] for i, ids_T in enumerate(prompts())]
     return [row.tolist() for row in rows]
 
@@ -42,7 +42,7 @@ def as_an_engine(drafter: Scripted, truth: list[int], prompt: int) -> Transcript
 
 def test_a_chain_is_counted_as_an_engine_counts_it():
     truths = ahead(0.0)
-    drafter = Scripted(backbone("shallow"), truths, "nearly", DEPTH)
+    drafter = Scripted(backbone("llama"), truths, "nearly", DEPTH)
     expected = [as_an_engine(drafter, truth, len(ids_T)) for truth, ids_T in zip(truths, prompts(), strict=True)]
     asked = [Prompt(ids_T) for ids_T in prompts()]
     report = compare([("a", SpeculativeModel(drafter.backbone, drafter, capture="off"))], asked, Plan(NEW, tree=CHAIN, batches=(1, 3)))
@@ -62,7 +62,7 @@ def test_a_chain_is_counted_as_an_engine_counts_it():
 
 def test_trees_and_proposals_that_drafted_nothing():
     truths = ahead(0.9)
-    drafter = Scripted(backbone("shallow"), truths, "oracle", DEPTH)
+    drafter = Scripted(backbone("llama"), truths, "oracle", DEPTH)
     heads, settings = SpeculativeModel(drafter.backbone, drafter, capture="off"), Settings(NEW, 0.9, tree=TreeShape(nodes=6, width=2))
     tally = continue_texts(heads, prompts(), settings, list(range(5))).tally
     assert tally.engine_counts()["mean_acceptance_length"] >= tally.tau > 3
