@@ -152,7 +152,7 @@ ON_EVERY_FAMILY = ("eagle3", "draft_model")
 @pytest.mark.matrix("kind", cells=1)
 @pytest.mark.parametrize(
     "family,kind",
-    [(family, "eagle3") for family in ("shallow", *FAMILIES)] + [("shallow", kind) for kind in DRAFTERS if kind not in ON_EVERY_FAMILY],
+    [(family, "eagle3") for family in ("shallow", *FAMILIES)] + [("llama", kind) for kind in DRAFTERS if kind not in ON_EVERY_FAMILY],
 )
 def test_captured_passes_write_the_same_sequences(family: str, kind: str) -> None:
     """Greedy and sampled, one row and five, past the first 64 slots, with fixed and adaptive trees."""
@@ -184,7 +184,7 @@ def test_captures_of_a_function_are_bounded_and_nothing_is_left_of_those_given_u
 
 
 @pytest.mark.matrix("kind", cells=2)
-@pytest.mark.parametrize("family,kind", [("gemma3", "eagle3"), ("gpt2", "medusa")] + [("shallow", kind) for kind in DRAFTERS])
+@pytest.mark.parametrize("family,kind", [("gemma3", "eagle3"), ("gpt2", "medusa")] + [("llama", kind) for kind in DRAFTERS])
 def test_captures_follow_the_number_of_rows(family: str, kind: str) -> None:
     """Rows finish one after the other: a capture that held their number would be made again each time."""
     of, made = SpeculativeModel(backbone(family), random_drafter(kind, backbone(family)), capture="trace"), []

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from chat_run import make_chat_model
 from corrupting import Change, a_logit, a_value, last_places, like_smollm2, register
 from families import prompts, random_drafter
 from rich.console import Console
@@ -110,17 +109,7 @@ def test_the_command_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_pat
     register(monkeypatch, a_logit)
     asked = tmp_path / "prompts.jsonl"
     asked.write_text('{"prompt": "What is two?"}')
-    command = [
-        "bench",
-        "--backbone",
-        str(make_chat_model(tmp_path / "model")),
-        "--propose",
-        "suffix",
-        "--prompts",
-        str(asked),
-        "--max-new-tokens",
-        "8",
-    ]
+    command = ["bench", "--backbone", "embedded", "--propose", "suffix", "--prompts", str(asked), "--max-new-tokens", "8"]
     file = tmp_path / "report.json"
     assert main([*command, "--capture", "cuda-graph", "--json", str(file)]) == 1
     assert json.loads(file.read_text())["verdict"] == "fault" and "FAULT: " in capsys.readouterr().out
