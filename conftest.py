@@ -3,7 +3,7 @@
 import io
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 FOLDER = f"{tempfile.gettempdir()}/headstart-tests-{os.getuid()}"
@@ -28,15 +28,26 @@ import torch  # noqa: E402  (the libraries read these when imported)
 from matrix import mark_slow_cells  # noqa: E402
 from recorded import graphs  # noqa: E402, F401  (a fixture)
 
+from headstart.inference.capture import capture  # noqa: E402
 from headstart.support import terminal  # noqa: E402
 
+CALLS = capture.PATIENCE
 torch.set_num_threads(1)
+capture.PATIENCE = 1 << 40  # a trace costs as much as 30 passes: tests of traces ask for them by name, or for the fixture `tracing`
 terminal.WAITING_SECONDS = 1e6  # on a busy machine, commands would say that they still wait
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_cells(items)
+
+
+@pytest.fixture
+def tracing() -> Iterator[None]:
+    """Decoding by ``auto`` begins to trace as it does for users."""
+    capture.PATIENCE, never = CALLS, capture.PATIENCE
+    yield
+    capture.PATIENCE = never
 
 
 @pytest.fixture

@@ -11,10 +11,7 @@ from headstart.serving.verify.drafts import EngineSettings, acceptance
 from headstart.support.errors import UserError
 
 NEW_TOKENS = 24
-REFUSED = {
-    "mlp": r"'MLPSpeculatorPreTrainedModel'\] are not supported",
-    "dspark": "dspark speculative decoding",
-}
+REFUSED = {"mlp": r"'MLPSpeculatorPreTrainedModel'\] are not supported", "dspark": "dspark speculative decoding"}
 """Heads that vLLM 0.32's CPU build does not serve -> its words."""
 
 

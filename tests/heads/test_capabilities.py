@@ -15,7 +15,9 @@ from families import VOCAB, backbone, left_padded, prompts, random_drafter, read
 from test_contract import CLOSE, each_drafter, made
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, at_all_positions
+from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.inference.contract import chain, part
@@ -25,9 +27,13 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 
+def made_for(kind: str, arguments: dict[str, Any]) -> tuple[Backbone, Drafter]:
+    return made("llama" if "taps" in arguments else "shallow", kind, arguments)
+
+
 def sequential(kind: str, arguments: dict[str, Any]) -> None:
     """Changing one drafted token leaves the drafts before it, and changes its child's or none. (Deeper ones may depend on it or not.)"""
-    on, drafter = made("llama", kind, arguments)
+    on, drafter = made_for(kind, arguments)
     state, tokens_BK = drafter.begin(read(on, texts(2, 9), drafter)), texts(2, drafter.depth, seed=5)
     one = chain(drafter, state, tokens_BK)
     assert drafter.depth > 1
@@ -40,7 +46,7 @@ def sequential(kind: str, arguments: dict[str, Any]) -> None:
 
 
 def reads_hidden(kind: str, arguments: dict[str, Any]) -> None:
-    on, drafter = made("llama", kind, arguments)
+    on, drafter = made_for(kind, arguments)
     features = read(on, texts(2, 12), drafter)
     blind = replace(features, hidden_BTD=torch.full_like(features.hidden_BTD, torch.nan))
     drafted = [*drafter(blind), *chain(drafter, drafter.begin(blind), texts(2, drafter.depth, seed=5))]
@@ -49,7 +55,7 @@ def reads_hidden(kind: str, arguments: dict[str, Any]) -> None:
 
 def own_readout(kind: str, arguments: dict[str, Any]) -> None:
     """A drafter without a readout of its own uses the backbone's output layer, without trainable weights."""
-    on, drafter = made("llama", kind, arguments)
+    on, drafter = made_for(kind, arguments)
     drafter.requires_grad_(True)
     hidden, tokens = torch.randn_like(drafter(read(on, texts(2, 5), drafter))[0]), texts(2, 3)
     logits = drafter.readout(hidden, 0, tokens)
@@ -60,7 +66,7 @@ def own_readout(kind: str, arguments: dict[str, Any]) -> None:
 
 
 def all_depths_at_once(kind: str, arguments: dict[str, Any]) -> None:
-    on, drafter = made("llama", kind, arguments)
+    on, drafter = made_for(kind, arguments)
     state = drafter.reserve(drafter.begin(read(on, texts(2, 9), drafter)), 64)
     hidden, _ = drafter.step(state, texts(2, 1), torch.zeros(2, 1, dtype=torch.int64), 0)
     assert hidden.shape[:2] == (2, drafter.trained_depth if drafter.all_depths_at_once else 1)
@@ -74,7 +80,7 @@ class NoHostReads(TorchDispatchMode):
 
 def capturable(kind: str, arguments: dict[str, Any]) -> None:
     """`begin` from a state and `step` read nothing on the host."""
-    on, drafter = made("llama", kind, arguments)
+    on, drafter = made_for(kind, arguments)
     assert drafter.capturable
     features, tokens_B1 = read(on, texts(2, 12), drafter), texts(2, 1)
     state = drafter.reserve(drafter.begin(part(features, 0, 9)), 64)
@@ -86,7 +92,7 @@ def capturable(kind: str, arguments: dict[str, Any]) -> None:
 
 def anchors(kind: str, arguments: dict[str, Any]) -> None:
     """Anchors at all positions equal the dense forward pass, in packed rows too; anchors are independent of each other."""
-    on, drafter = made("llama", kind, arguments)
+    on, drafter = made_for(kind, arguments)
     T = 18
     document_BT = torch.tensor([[0] * T, [0] * 6 + [1] * 6 + [-1] * 6])
     features = replace(read(on, texts(2, T), drafter), document_BT=document_BT)
@@ -102,7 +108,7 @@ def anchors(kind: str, arguments: dict[str, Any]) -> None:
 
 
 def depth_drafted_is_not_depth_trained(kind: str, arguments: dict[str, Any]) -> None:
-    on, drafter = made("llama", kind, arguments)
+    on, drafter = made_for(kind, arguments)
     features, trained = read(on, texts(2, 9), drafter), drafter.trained_depth
     if drafter.max_depth is not None:
         with pytest.raises(UserError, match=f"cannot draft deeper than the {drafter.max_depth} tokens") as caught:
@@ -119,7 +125,7 @@ def depth_drafted_is_not_depth_trained(kind: str, arguments: dict[str, Any]) -> 
 
 def test_trees_deeper_than_trained() -> None:
     """A fixed tree depth or `set_depth` may exceed the trained depth; the output does not change."""
-    on, rows = backbone("llama"), left_padded(prompts((9, 4)))
+    on, rows = backbone("shallow"), left_padded(prompts((9, 4)))
     drafter = random_drafter("eagle3", on, depth=2)
     levels: list[int] = []
     step = drafter.step
@@ -136,7 +142,7 @@ def test_trees_deeper_than_trained() -> None:
 
 
 def test_the_recipe_says_how_deep_is_drafted() -> None:
-    on = backbone("llama")
+    on = backbone("shallow")
     assert build_drafter("eagle3", on, {"depth": 2, "draft_depth": 4}).depth == 4
     assert build_drafter("eagle3", on, {"depth": 2}).arguments.get("draft_depth") is None
     for arguments, message in (({"depth": 2, "draft_depth": 3}, "Medusa cannot draft deeper"), ({"draft_depth": 0}, "drafter.draft_depth")):
@@ -145,7 +151,7 @@ def test_the_recipe_says_how_deep_is_drafted() -> None:
 
 
 def no_weight_has_a_number_before_it_is_set(kind: str, arguments: dict[str, Any]) -> None:
-    on = backbone("llama")
+    on, _ = made_for(kind, arguments)
     shapes = construct_drafter(kind, on, arguments).state_dict()
     assert all(bool(tensor.isnan().all()) for tensor in shapes.values() if tensor.is_floating_point())
     fresh = build_drafter(kind, on, arguments).state_dict()
@@ -154,21 +160,21 @@ def no_weight_has_a_number_before_it_is_set(kind: str, arguments: dict[str, Any]
 
 def test_a_weight_that_loading_misses_is_named(tmp_path: Path) -> None:
     """It is then not a number, as one that is none in the file."""
-    drafter = random_drafter("medusa", backbone("llama"))
+    drafter = random_drafter("medusa", backbone("shallow"))
     drafter.get_parameter("heads.1.0.linear.bias").data.fill_(torch.nan)
     drafter.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"leaves weight heads\.1\.0\.linear\.bias of"):
-        load_drafter(tmp_path, backbone("llama"))
+        load_drafter(tmp_path, backbone("shallow"))
 
 
 def test_init_from_that_forgets_a_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.heads.medusa.Medusa.init_from", lambda self, backbone: None)
     with pytest.raises(UserError, match="init_from of drafter medusa leaves weight heads.0.0.linear.weight of Medusa"):
-        build_drafter("medusa", backbone("llama"), {})
+        build_drafter("medusa", backbone("shallow"), {})
 
 
 def test_early_exit_declares_the_same() -> None:
-    on = backbone("llama")
+    on = backbone("shallow")
     early = EarlyExit(on, layers=2, depth=3)
     assert early.sequential and not early.reads_hidden and early.max_depth is None and early.uses_backbone_cache
     early.set_depth(7)

@@ -192,6 +192,7 @@ def test_a_drafter_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert type(load_drafter(tmp_path / "heads", backbone("llama"))) is type(drafter)
 
 
+@pytest.mark.matrix(cells=2)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_another_backbone(tmp_path: Path, kind: str) -> None:
     saved(kind, tmp_path / "heads")

@@ -28,7 +28,7 @@ BENCHED = [chat_prompts.Prompt(ids_T) for ids_T in prompts((9, 14, 11))]
 
 
 def dependent() -> Backbone:
-    return Backbone(replaced(tiny("llama"), Columns))
+    return Backbone(replaced(tiny("shallow"), Columns))
 
 
 def heads_on(on: Backbone) -> SpeculativeModel:
@@ -36,7 +36,7 @@ def heads_on(on: Backbone) -> SpeculativeModel:
 
 
 def test_the_probe_tells_layers_that_look_at_other_rows() -> None:
-    assert Backbone(tiny("llama")).dependence is None and Backbone(replaced(tiny("llama"), Apart)).dependence is None
+    assert Backbone(tiny("shallow")).dependence is None and Backbone(replaced(tiny("shallow"), Apart)).dependence is None
     found = dependent().dependence
     assert found is not None and found.startswith(
         "LlamaForCausalLM computes a token otherwise beside other tokens (Columns model.layers.0."
@@ -44,7 +44,7 @@ def test_the_probe_tells_layers_that_look_at_other_rows() -> None:
 
 
 def test_plain_layers_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = tiny("llama"), list[int]()
+    model, calls = tiny("shallow"), list[int]()
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda module, inputs, _: calls.append(inputs[0].shape[1]))
@@ -87,7 +87,7 @@ def test_beams_are_refused_in_one_line() -> None:
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_bench_finds_a_dependence_that_the_probe_has_missed(temperature: float) -> None:
     on = dependent()
-    plan = Plan(24, (temperature,), tree=SHAPE)
+    plan = Plan(16, (temperature,), tree=SHAPE)
     resting = compare([("m", heads_on(on))], BENCHED[:1], plan)
     assert resting["verdict"] == resting["results"][0]["verdict"] == "identical" and resting["results"][0]["tau"] == 1
     on.dependence = None
@@ -98,12 +98,12 @@ def test_bench_finds_a_dependence_that_the_probe_has_missed(temperature: float) 
 
 
 def test_layers_that_look_at_no_other_row_are_no_fault() -> None:
-    report = compare([("m", heads_on(Backbone(replaced(tiny("llama"), Apart))))], BENCHED[:1], Plan(12, (0.0,), tree=SHAPE))
+    report = compare([("m", heads_on(Backbone(replaced(tiny("shallow"), Apart))))], BENCHED[:1], Plan(12, (0.0,), tree=SHAPE))
     assert report["verdict"] in {"identical", "near-tie"} and report["rounding"]["beside"] == 0
 
 
 def test_attention_by_rank_among_all_keys_is_refused() -> None:
-    model = tiny("llama")
+    model = tiny("shallow")
     ranking = [kind for kind in CONFIG_MAPPING.values() if "index_topk" in kind.__annotations__]
     assert len(ranking) >= 3
     for kind in ranking:

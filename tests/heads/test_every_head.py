@@ -74,6 +74,7 @@ def test_resumed_it_is_the_same_bit_for_bit(together: Path, tmp_path: Path) -> N
     assert losses(tmp_path) == losses(together / "out")
 
 
+@pytest.mark.slow
 def test_two_processes_shard_them(together: Path, tmp_path: Path) -> None:
     """FSDP2: each head is a unit; they end as in one process, in whole checkpoints."""
     said, arguments = tmp_path / "said", [str(together / "recipe.yaml"), f"save.dir={tmp_path}/out", "train.micro_batch=null"]

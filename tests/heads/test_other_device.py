@@ -45,7 +45,7 @@ class Values(TorchFunctionMode):
 
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind != "draft_model"])  # a model of its own, loaded as backbones are
 def test_heads_start_and_draft_there(kind: str) -> None:
-    on = Backbone(tiny("llama"))
+    on = Backbone(tiny("shallow"))
     on.model.to("meta")
     with Values(), OneDevice(), torch.no_grad():
         drafter = build_drafter(kind, on, {})
@@ -62,4 +62,4 @@ def test_heads_start_and_draft_there(kind: str) -> None:
 def test_what_mixes_devices_is_found() -> None:
     with OneDevice(), pytest.raises(AssertionError, match="add_.* on cpu, meta"):
         torch.zeros(2, device="meta").add_(torch.ones(2))
-    assert backbone("llama").device.type == "cpu", "the shared backbone stays where it is"
+    assert backbone("shallow").device.type == "cpu", "the shared backbone stays where it is"

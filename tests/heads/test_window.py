@@ -34,7 +34,7 @@ each_limit = pytest.mark.parametrize("window,sink", LIMITS)
 
 
 def made(window: int | None = None, sink: int = 4, **arguments: Any) -> Eagle3:
-    drafter = random_drafter("eagle3", backbone("llama"), **arguments)
+    drafter = random_drafter("eagle3", backbone("shallow"), **arguments)
     assert isinstance(drafter, Eagle3)
     drafter.limit(window, sink)
     return drafter
@@ -68,7 +68,7 @@ def test_a_window_is_a_mask(window: int, sink: int, cuts: list[int], monkeypatch
     """Sequences in any pieces, longer and shorter than the ring, with drafting in between: true positions, the right keys and values."""
 
     def drafting(drafter: Eagle3) -> list[Tensor]:
-        features, state, out = read(backbone("llama"), texts(2, 40), drafter), None, []
+        features, state, out = read(backbone("shallow"), texts(2, 40), drafter), None, []
         for start, end in zip([0, *cuts], [*cuts, 40], strict=True):
             state = drafter.begin(part(features, start, end), drafter.reserve(state, end + 20) if state is not None else None)
             state = drafter.reserve(state, end + 20)
@@ -83,7 +83,7 @@ def test_ragged_rows(window: int, sink: int, monkeypatch: pytest.MonkeyPatch) ->
     """Padding overwrites nothing visible; some rows get nothing, or more than the ring holds."""
 
     def drafting(drafter: Eagle3) -> list[Tensor]:
-        features, out = read(backbone("llama"), texts(4, 60), drafter), []
+        features, out = read(backbone("shallow"), texts(4, 60), drafter), []
         ends = torch.tensor([9, 1, 14, 30])
         state = drafter.begin(ragged(features, ends.tolist()))
         for brought in ([3, 5, 0, 1], [0, 1, 20, 2], [1, 1, 1, 1], [30, 0, 2, 5]):
@@ -100,7 +100,7 @@ def test_ragged_rows(window: int, sink: int, monkeypatch: pytest.MonkeyPatch) ->
 @each_limit
 def test_trees_rows_that_leave_and_rows_that_join(window: int, sink: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def drafting(drafter: Eagle3) -> list[Tensor]:
-        features = read(backbone("llama"), texts(5, 33), drafter)
+        features = read(backbone("shallow"), texts(5, 33), drafter)
         first = drafter.select(drafter.begin(ragged(features.rows(torch.arange(3)), [21, 4, 12])), torch.tensor([2, 0]))
         state = drafter.join(first, drafter.begin(part(features.rows(torch.tensor([3, 4])), 0, 33)))
         state = drafter.reserve(state, 64)
@@ -118,7 +118,7 @@ def test_trees_rows_that_leave_and_rows_that_join(window: int, sink: int, monkey
 def test_a_sliding_window_of_the_heads_own() -> None:
     """`limit` narrows it, and is undone by None."""
     drafter = made(layers=2, sliding_window=10)
-    features = read(backbone("llama"), texts(2, 200), drafter)
+    features = read(backbone("shallow"), texts(2, 200), drafter)
     next_BK, drafts = texts(2, drafter.depth, seed=5), []
     for window in (None, 20, 6, None):
         drafter.limit(window)
@@ -132,7 +132,7 @@ def test_a_sliding_window_of_the_heads_own() -> None:
 
 def test_what_lies_outside_the_window_is_never_computed() -> None:
     drafter = made(10, 4)
-    features, next_BK = read(backbone("llama"), texts(2, 200), drafter), texts(2, drafter.depth, seed=5)
+    features, next_BK = read(backbone("shallow"), texts(2, 200), drafter), texts(2, drafter.depth, seed=5)
     assert features.taps is not None
     gone = {tap: torch.cat([x[:, :4], torch.full_like(x[:, 4:-11], torch.nan), x[:, -11:]], 1) for tap, x in features.taps.items()}
     states = [drafter.begin(one) for one in (features, replace(features, taps=gone))]
@@ -143,7 +143,7 @@ def test_what_lies_outside_the_window_is_never_computed() -> None:
 @pytest.mark.parametrize("window,sink,arguments", [(3, 1, {}), (None, 4, {"layers": 2, "sliding_window": 6})])
 def test_rows_leave_and_join_in_the_loop(window: int | None, sink: int, arguments: dict[str, Any]) -> None:
     """Of three rows two at a time, offloaded or not, in fixed and adaptive trees."""
-    of, rows = SpeculativeModel(backbone("llama"), made(**arguments), capture="off"), left_padded(prompts((9, 1, 34)))
+    of, rows = SpeculativeModel(backbone("shallow"), made(**arguments), capture="off"), left_padded(prompts((9, 1, 34)))
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3}
     plain = say(of, rows, speculate=False, **options)
     for offload, tree in ((False, "auto"), (True, TreeShape(12, 4))):
@@ -155,14 +155,14 @@ def test_a_text_within_the_window_is_as_without() -> None:
     for length in (1, 2, 9, 20):
         states = []
         for drafter in (made(), made(16, 4)):
-            features = read(backbone("llama"), texts(2, 20), drafter)
+            features = read(backbone("shallow"), texts(2, 20), drafter)
             states.append(chain(drafter, drafter.begin(part(features, 0, length)), texts(2, drafter.depth, seed=5)))
         assert all(map(torch.equal, *states)), length
 
 
 def test_slots_of_a_long_pause_are_freed() -> None:
     drafter = made(10, 2)
-    features = read(backbone("llama"), texts(1, 250), drafter)
+    features = read(backbone("shallow"), texts(1, 250), drafter)
     state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)  # 245 more positions, unknown to the store
     state = drafter.begin(part(features, 5, 250), state)
     assert drafter.reserve(state, 260).caches[0].keys_BGSC.shape[2] == STEP
@@ -187,7 +187,7 @@ def test_ring() -> None:
 def test_an_offloaded_store_drafts_on_a_copy() -> None:
     """The meta device stands for the device that drafts."""
     drafter = made(5)
-    features = read(backbone("llama"), texts(2, 9), drafter)
+    features = read(backbone("shallow"), texts(2, 9), drafter)
     store = drafter.begin(Features(features.tokens_BT, features.hidden_BTD, features.taps)).caches[0]
     elsewhere = replace(store, lengths_B=store.lengths_B.to("meta"))
     copy = elsewhere.on_device()
@@ -197,7 +197,7 @@ def test_an_offloaded_store_drafts_on_a_copy() -> None:
 
 
 def test_what_cannot_be_limited_says_so() -> None:
-    on = backbone("llama")
+    on = backbone("shallow")
     for of, arguments, named in (
         (SpeculativeModel(on, random_drafter("medusa", on)), {"window": 5}, "Medusa has no KV cache"),
         (SpeculativeModel(on), {"window": 5}, "there are none"),

@@ -1,11 +1,11 @@
 """The command ``headstart``: its output, its reports, and one line for every error."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
 from headstart.chat.prompts import Prompter, read_prompts
-from headstart.cli import generate
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
@@ -268,12 +267,14 @@ def test_the_report_must_be_writable_before_the_work(tmp_path, capsys):
         assert capsys.readouterr().err.startswith(f"error: --json {file}")
 
 
-def test_interrupted(monkeypatch, capsys):
-    def interrupt(args):
+class Interrupted(io.StringIO):
+    def read(self, size: int | None = -1) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "generate", interrupt)
-    assert main(["generate", "hi"]) == 130
+
+def test_interrupted(stdin, capsys):
+    stdin(Interrupted())
+    assert main(["generate", "--heads", "medusa"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -282,11 +283,9 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_loads_no_library():
-    start = time.perf_counter()
     done = python("-X", "importtime", "-m", "headstart.cli", "--help")
     assert done.returncode == 0 and "bench" in done.stdout and "generate" in done.stdout
     assert not {"torch", "transformers"} & {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert time.perf_counter() - start < 10
     assert python("-m", "headstart.cli", "--version").stdout == f"headstart {headstart.__version__}\n"
 
 

@@ -20,10 +20,7 @@ RECIPE = "recipes/quickstart/eagle3.yaml"
     ("words", "said"),
     [
         (["plan", RECIPE, "drafter.lora.rank=4"], "unknown key drafter.lora; it is gone: heads are trained whole, from drafter.init"),
-        (
-            ["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"],
-            "cache.teacher; it is gone: a cache holds the final hidden states",
-        ),
+        (["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"], "cache.teacher; it is gone: a cache holds the final hidden states"),
         (["tune", "--heads", "heads"], "; it is gone: decoding times this machine in its first steps"),
         (
             ["export", "--heads", "heads", "--to", "vllm", "--out", "out", "--quantize", "int8"],

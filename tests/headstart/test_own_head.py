@@ -21,7 +21,7 @@ LINES = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()  # type
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, without the modules of an earlier test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_head"]:
         monkeypatch.delitem(sys.modules, name)
     return tmp_path

@@ -99,13 +99,13 @@ class TestCode:
     )
 
     @pytest.fixture
-    def trace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def trace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         """A file that the code of a repository makes."""
         monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
         monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+        yield tmp_path / "trace"
         for cls in (LlamaConfig, LlamaForCausalLM):  # transformers notes there whose code they are, which `save_pretrained` then copies
-            monkeypatch.setattr(cls, "_auto_class", None)
-        return tmp_path / "trace"
+            cls._auto_class = None
 
     def with_code(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())

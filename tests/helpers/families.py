@@ -48,6 +48,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 FAMILIES = list(CONFIGS)
+CONFIGS["shallow"] = ("Llama", SIZES | {"max_position_embeddings": 256, "num_hidden_layers": 2})
+"""For tests of what does not depend on the number of layers, which take most of the time."""
 MODELS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 
 

@@ -7,7 +7,6 @@ another graph is replayed. `benchmarks/gpu.sh` runs the real backend.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +14,10 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from families import tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.kv.rows import FixedMemory, is_same_memory
 from headstart.inference.capture import capture as capturing
 from headstart.inference.capture.cuda_graph import AtFixedAddresses
@@ -91,12 +88,6 @@ def spoil(results: list[Tensor]) -> None:
     for one in results:
         if 0 not in one.stride():
             one.fill_(float("nan") if one.is_floating_point() else 1)
-
-
-@functools.cache
-def shallow() -> Backbone:
-    """A backbone of two layers, since operations are done one by one here."""
-    return Backbone(tiny("llama", num_hidden_layers=2))
 
 
 @contextmanager

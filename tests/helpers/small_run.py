@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 WORDS = "the a cat dog sun moon sees likes finds and so it is red blue old new".split()
 
 
-def make_backbone(folder: Path) -> None:
+def make_backbone(folder: Path, layers: int = 2) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,7 +28,8 @@ def make_backbone(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(letters), hidden_size=16, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, initializer_range=0.3,
+        vocab_size=len(letters), hidden_size=16,
+        intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2, initializer_range=0.3,
         max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -42,9 +43,9 @@ def rows_of_text(folder: Path) -> Path:
     return folder / "text.jsonl"
 
 
-def make_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
+def make_recipe(folder: Path, layers: int = 2, **sections: dict[str, Any]) -> Path:
     """Write backbone, data and ``recipe.yaml`` into ``folder``; the run goes to ``folder/out``."""
-    make_backbone(folder / "backbone")
+    make_backbone(folder / "backbone", layers)
     text = rows_of_text(folder)
     recipe: dict[str, Any] = {
         "backbone": {"path": str(folder / "backbone")},

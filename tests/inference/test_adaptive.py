@@ -34,7 +34,8 @@ from headstart.inference.engine.tree import Pool
 from headstart.inference.policy import Draft, Policy
 from headstart.inference.sources.source import Rows
 
-by_name = pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+SLOW = [pytest.param(machine, marks=pytest.mark.slow) if number % 2 else machine for number, machine in enumerate(MACHINES)]
+by_name = pytest.mark.parametrize("machine", SLOW, ids=lambda machine: machine.name)
 
 
 def decoded(

@@ -32,7 +32,7 @@ def test_every_argument_and_field_of_this_transformers_is_in_the_table() -> None
 
 @pytest.fixture(scope="module")
 def of() -> SpeculativeModel:
-    return heads("llama", "eagle3", "off")
+    return heads("shallow", "eagle3", "off")
 
 
 def call(of: SpeculativeModel | None, given: dict[str, Any], **own: Any) -> Any:
@@ -41,7 +41,7 @@ def call(of: SpeculativeModel | None, given: dict[str, Any], **own: Any) -> Any:
     options = {"max_new_tokens": 12, "do_sample": False} | fresh(given)
     if "max_length" in given:
         del options["max_new_tokens"]
-    model = backbone("llama").model
+    model = backbone("shallow").model
     return model.generate(**rows, **options) if of is None else say(of, rows, **options | own)
 
 

@@ -69,7 +69,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "return_dic
 
 
 def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(clock: SimulatedClock) -> None:
-    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
     right, wrong = Parrot(clock, truths, True), Parrot(clock, truths, False, delay=5e-3)
     for proposers in ([right], [wrong], [right, wrong]):
@@ -85,7 +85,7 @@ def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(cl
 
 
 def test_drafts_that_rest_are_counted_and_said(clock: SimulatedClock) -> None:
-    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
     for right in (True, False):
         out = say(SpeculativeModel(on, proposers=[Parrot(clock, truths, right, delay=5e-3 * (not right))]), rows, **OPTIONS)
@@ -100,14 +100,14 @@ def test_drafts_that_rest_are_counted_and_said(clock: SimulatedClock) -> None:
 
 def test_the_first_step_drafts(clock: SimulatedClock) -> None:
     """Where nothing is known of the machine; heads debugged with a breakpoint are called at once."""
-    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
     out = say(SpeculativeModel(on, random_drafter("eagle3", on)), rows, **OPTIONS)
     assert out.drafted[0][0] > 0
 
 
 def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock) -> None:
     """The second one has nothing to add to what the first has drafted."""
-    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
     both = [Parrot(clock, truths, True, delay=5e-3), Parrot(clock, truths, True, delay=5e-3)]
     of = SpeculativeModel(on, proposers=both)
@@ -118,7 +118,7 @@ def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock)
 
 
 def test_a_source_that_pauses_with_one_row_is_tried_with_eight(clock: SimulatedClock) -> None:
-    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
     of = SpeculativeModel(on, proposers=[Parrot(clock, truths, False, delay=5e-3)])
     say(of, rows, **OPTIONS)

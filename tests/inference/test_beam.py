@@ -87,7 +87,7 @@ def row() -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", [*DRAFTERS, "knowing", "none"])
 @pytest.mark.parametrize("beams", [2, 3, 5])
 def test_drafters_and_numbers_of_beams(kind: str, beams: int) -> None:
-    of = drafting("llama", kind)
+    of = drafting("shallow", kind)
     for rows, tree in ((row(), WIDE), (left_padded(prompts((9, 1, 6))), TreeShape(5 * beams, 3)), (row(), "auto")):
         out = same(of, rows, {"tree": tree}, num_beams=beams)
         assert out.passes <= 9 and out.tau >= 1 and all(sum(runs) == 9 for runs in out.accept_lengths)
@@ -102,7 +102,7 @@ def test_families(family: str) -> None:
 
 @pytest.mark.parametrize("beams", [2, 3, 5])
 def test_a_drafter_that_knows_needs_fewer_passes(beams: int) -> None:
-    of, options = drafting("llama", "knowing"), {"num_beams": beams, "max_new_tokens": 17}
+    of, options = drafting("shallow", "knowing"), {"num_beams": beams, "max_new_tokens": 17}
     out = same(of, row(), {"tree": TreeShape(12 * beams, 8)}, **options)
     assert out.passes <= 6 and out.tau == 16 / out.passes and max(out.accept_lengths[0]) == 4
     assert all(beams < nodes <= 12 * beams for nodes in out.nodes[:-1])
@@ -118,7 +118,7 @@ def test_when_to_stop(early_stopping: bool | str, length_penalty: float) -> None
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "pad_token_id": 60, "max_new_tokens": 12}
     for eos, kind in ((12, "none"), ([16, 27, 15, 51, 37], "medusa")):
         options |= {"eos_token_id": eos, "early_stopping": early_stopping, "length_penalty": length_penalty}
-        out = same(drafting("llama", kind), rows, **options)
+        out = same(drafting("shallow", kind), rows, **options)
         assert out.sequences.shape[0] == 6
         ended |= {int(length) for length in (out.beam_indices >= 0).sum(1)}
     assert len(ended) > 1 or length_penalty == 2, "texts of several lengths"
@@ -128,7 +128,7 @@ def test_many_end_tokens() -> None:
     """The number of candidates grows with the number of end tokens, so that enough beams continue."""
     options: dict[str, Any] = {"num_return_sequences": 3, "early_stopping": "never", "length_penalty": 3.0}
     for eos in ([0, 12, 16, 27, 15, 51, 37], list(range(VOCAB - 9))):
-        same(drafting("llama", "knowing"), left_padded(prompts((9, 4, 6))), num_beams=3, eos_token_id=eos, **options)
+        same(drafting("shallow", "knowing"), left_padded(prompts((9, 4, 6))), num_beams=3, eos_token_id=eos, **options)
 
 
 @pytest.mark.parametrize("returned,eos,pad", [(1, None, 0), (3, None, 60), (3, 5, 0), (2, [5], 60)])
@@ -136,7 +136,7 @@ def test_padding_after_the_end(returned: int, eos: Any, pad: int) -> None:
     """transformers pads with -1, the end token or the padding token."""
     stop = StoppingCriteriaList([Ends(9)])
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": returned, "eos_token_id": eos, "pad_token_id": pad}
-    same(drafting("llama", "none"), left_padded(prompts((9, 4))), stopping_criteria=stop, **options)
+    same(drafting("shallow", "none"), left_padded(prompts((9, 4))), stopping_criteria=stop, **options)
 
 
 class Ends(After):
@@ -148,7 +148,7 @@ class Ends(After):
 
 def test_criteria_are_asked_once_a_step() -> None:
     criterion = After(17)
-    same(drafting("llama", "knowing"), row(), num_beams=3, stopping_criteria=StoppingCriteriaList([criterion]))
+    same(drafting("shallow", "knowing"), row(), num_beams=3, stopping_criteria=StoppingCriteriaList([criterion]))
     assert criterion.seen == 2 * list(range(10, 18)), "by transformers and by us"
 
 
@@ -157,12 +157,12 @@ def test_stop_strings() -> None:
     made = Tokenizer(models.BPE(letters, []))
     made.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
-    same(drafting("llama", "knowing"), row(), num_beams=3, stop_strings=["a", "k", "Z", "7"], tokenizer=tokenizer)
+    same(drafting("shallow", "knowing"), row(), num_beams=3, stop_strings=["a", "k", "Z", "7"], tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_short_texts(count: int) -> None:
-    out = same(drafting("llama", "knowing"), row(), num_beams=3, max_new_tokens=count)
+    out = same(drafting("shallow", "knowing"), row(), num_beams=3, max_new_tokens=count)
     assert out.sequences.shape == (1, 9 + count) and out.passes <= count - 1
     assert out.tau == ((count - 1) / out.passes if out.passes else 1.0)
 
@@ -181,11 +181,11 @@ def test_short_texts(count: int) -> None:
     ],
 )
 def test_processors_see_each_beam(options: dict[str, Any]) -> None:
-    same(drafting("llama", "knowing"), left_padded(prompts((9, 4, 6))), num_beams=3, **options)
+    same(drafting("shallow", "knowing"), left_padded(prompts((9, 4, 6))), num_beams=3, **options)
 
 
 def test_processors_that_know_the_prompt() -> None:
-    of = drafting("llama", "knowing")
+    of = drafting("shallow", "knowing")
     for few in (2, 5, 40):  # also fewer than there are beams
         allow = lambda b, ids, few=few: [(int(ids[-1]) * 7 + i) % VOCAB for i in range(few)]  # noqa: E731
         same(of, row(), num_beams=3, prefix_allowed_tokens_fn=allow)
@@ -204,25 +204,25 @@ def test_scores_and_logits() -> None:
     """Scores and logits of every beam and step; zeros for a finished row."""
     options: dict[str, Any] = {"num_beams": 3, "repetition_penalty": 1.4, "output_logits": True}
     rows = left_padded(prompts((9, 4)))
-    out = same(drafting("llama", "knowing"), rows, **options)
+    out = same(drafting("shallow", "knowing"), rows, **options)
     options |= {"do_sample": False, "max_new_tokens": 10, "return_dict_in_generate": True, "output_scores": True}
-    expected = own(drafting("llama", "none"), rows, **options)
+    expected = own(drafting("shallow", "none"), rows, **options)
     for kind in ("scores", "logits"):
         assert len(out[kind]) == len(expected[kind]) == 10
         for one, other in zip(out[kind], expected[kind], strict=True):
             torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
-    transitions = backbone("llama").model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+    transitions = backbone("shallow").model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
     torch.testing.assert_close(transitions.sum(1) / 10, out.sequences_scores, atol=1e-4, rtol=1e-4)
-    bare = say(drafting("llama", "none"), rows, **options | {"output_scores": False, "output_logits": False})
+    bare = say(drafting("shallow", "none"), rows, **options | {"output_scores": False, "output_logits": False})
     assert bare.sequences_scores is None and bare.scores is None and bare.beam_indices is not None
 
 
 def test_ids_alone_small_batches_and_captured_passes() -> None:
     rows, options = left_padded(prompts((9, 4, 59))), {"num_beams": 3, "max_new_tokens": 8, "do_sample": False}
-    truth = own(drafting("llama", "none"), rows, **options)
+    truth = own(drafting("shallow", "none"), rows, **options)
     for of in (
-        heads("llama", "eagle3"),
-        SpeculativeModel(backbone("llama"), random_drafter("medusa", backbone("llama")), capture="trace"),
+        heads("shallow", "eagle3"),
+        SpeculativeModel(backbone("shallow"), random_drafter("medusa", backbone("shallow")), capture="trace"),
     ):
         for ours in (
             {},
@@ -239,7 +239,7 @@ def test_proposers() -> None:
     """Top-k tokens that the backbone gave after a token yield drafts of some breadth; a continuation of the sequence does not."""
     rows = {"input_ids": texts(1, 3).repeat(1, 6)}
     for proposers in ([RecyclingProposer()], [SuffixProposer()], [SuffixProposer(), RecyclingProposer()]):
-        of = SpeculativeModel(backbone("llama"), proposers=proposers, capture="off")
+        of = SpeculativeModel(backbone("shallow"), proposers=proposers, capture="off")
         for tree in (WIDE, "auto"):
             out = same(of, rows, {"tree": tree}, num_beams=3)
             assert (max(out.nodes) > 3) == isinstance(proposers[-1], RecyclingProposer) or tree == "auto"
@@ -258,7 +258,7 @@ def test_rows_of_different_lengths_near_the_end_of_their_slots() -> None:
     """There are 64 slots; tries of short rows are as long as those of long ones."""
     for lengths in ((62,), (61, 4, 30)):
         for kind in ("eagle3", "knowing"):
-            same(drafting("llama", kind), left_padded(prompts(lengths)), {"tree": TreeShape(60, 6)}, num_beams=3)
+            same(drafting("shallow", kind), left_padded(prompts(lengths)), {"tree": TreeShape(60, 6)}, num_beams=3)
 
 
 def test_gpt2_near_its_last_position() -> None:
@@ -278,11 +278,11 @@ def test_gpt2_near_its_last_position() -> None:
 )
 def test_refusals(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        say(heads("llama", "medusa"), left_padded(prompts((9, 4))), **{"num_beams": 3, "max_new_tokens": 5} | options)
+        say(heads("shallow", "medusa"), left_padded(prompts((9, 4))), **{"num_beams": 3, "max_new_tokens": 5} | options)
 
 
 def test_recurrent_layers_are_refused() -> None:
-    hybrid = copy.copy(backbone("llama"))
+    hybrid = copy.copy(backbone("shallow"))
     hybrid.recurrent = "layers"
     with pytest.raises(UserError, match="recurrent layers of LlamaForCausalLM"):
         say(SpeculativeModel(hybrid), row(), num_beams=3, max_new_tokens=5)

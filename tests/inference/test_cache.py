@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, Scripted, backbone, heads, left_padded, prompts, say, unpadded
+from families import FAMILIES, Scripted, backbone, left_padded, prompts, say, unpadded
 from test_tree import random_tree
 
 from headstart.heads.backbone.backbone import Backbone
@@ -61,18 +61,6 @@ def test_the_cache_holds_what_a_fresh_read_would(family: str, manner: str, monke
     plain = say(SpeculativeModel(on), rows, **options)
     scripted = SpeculativeModel(on, Scripted(on, unpadded(plain, rows), manner))
     assert audited(scripted, monkeypatch, 7, **rows, **options) == plain.tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_buffers_grow_past_their_first_size(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """63 tokens and a tree exceed the first 64 slots; the drafter's own keys grow too."""
-    of = heads(family, "eagle3")
-    for lengths in ((60,), (61, 30)):
-        rows = left_padded(prompts(lengths))
-        options = {"max_new_tokens": 80, "do_sample": False}
-        plain = say(of, rows, speculate=False, **options)
-        assert audited(of, monkeypatch, 30, **rows, **options, tree=TreeShape(30, 8)) == plain.tolist()
 
 
 def test_stores_grow_in_steps_and_keep_what_they_hold() -> None:

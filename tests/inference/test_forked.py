@@ -88,7 +88,7 @@ class Batched(LogitsProcessor):
 
 def nearly(truth: Tensor, rows: dict[str, Tensor]) -> SpeculativeModel:
     """Heads that draft mostly what the text will be, and others beside it."""
-    return SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), unpadded(truth, rows), "nearly"), capture="off")
+    return SpeculativeModel(backbone("shallow"), Scripted(backbone("shallow"), unpadded(truth, rows), "nearly"), capture="off")
 
 
 @pytest.mark.matrix
@@ -97,8 +97,8 @@ def nearly(truth: Tensor, rows: dict[str, Tensor]) -> SpeculativeModel:
 def test_greedy_text_is_transformers_own_and_drafted(tree: Any, others: dict[str, Any]) -> None:
     how = {"max_new_tokens": LENGTH, "do_sample": False} | others
     theirs = Automaton()
-    truth = backbone("llama").model.generate(**ROW, **how, logits_processor=LogitsProcessorList([theirs]))
-    for of in (nearly(truth, ROW), heads("llama", "eagle3", "off")):
+    truth = backbone("shallow").model.generate(**ROW, **how, logits_processor=LogitsProcessorList([theirs]))
+    for of in (nearly(truth, ROW), heads("shallow", "eagle3", "off")):
         ours = Undoable()
         out = say(of, ROW, tree=tree, return_dict_in_generate=True, **how, logits_processor=LogitsProcessorList([ours]))
         assert torch.equal(out.sequences, truth)
@@ -109,8 +109,8 @@ def test_greedy_text_is_transformers_own_and_drafted(tree: Any, others: dict[str
 
 def test_accepted_chains_are_not_called_twice() -> None:
     how = {"max_new_tokens": LENGTH, "do_sample": False}
-    truth = backbone("llama").model.generate(**ROW, **how, logits_processor=LogitsProcessorList([Automaton()]))
-    of = SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), truth.tolist(), "oracle"))
+    truth = backbone("shallow").model.generate(**ROW, **how, logits_processor=LogitsProcessorList([Automaton()]))
+    of = SpeculativeModel(backbone("shallow"), Scripted(backbone("shallow"), truth.tolist(), "oracle"))
     ours = Undoable()
     say(of, ROW, tree=TreeShape(5, 1), **how, logits_processor=LogitsProcessorList([ours]))
     assert ours.calls <= LENGTH + 4, "those past the end"
@@ -119,15 +119,15 @@ def test_accepted_chains_are_not_called_twice() -> None:
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"temperature": 2.0, "top_p": 0.8}])
 def test_sampled_text_is_that_without_drafts(filters: dict[str, Any]) -> None:
     how = {"max_new_tokens": LENGTH, "do_sample": True, "seed": 5} | filters
-    plain = say(heads("llama", "eagle3", "off"), ROW, speculate=False, **how, logits_processor=LogitsProcessorList([Undoable()]))
-    for of in (nearly(plain, ROW), heads("llama", "medusa", "off")):
+    plain = say(heads("shallow", "eagle3", "off"), ROW, speculate=False, **how, logits_processor=LogitsProcessorList([Undoable()]))
+    for of in (nearly(plain, ROW), heads("shallow", "medusa", "off")):
         for tree in (TreeShape(20, 6), TreeShape(4, 1)):
             assert torch.equal(say(of, ROW, tree=tree, **how, logits_processor=LogitsProcessorList([Undoable()])), plain)
 
 
 def test_batches_fork_by_row_or_go_without_drafts() -> None:
     how = {"max_new_tokens": LENGTH, "do_sample": False}
-    truth = backbone("llama").model.generate(**ROWS, **how, logits_processor=LogitsProcessorList([Batched(3)]))
+    truth = backbone("shallow").model.generate(**ROWS, **how, logits_processor=LogitsProcessorList([Batched(3)]))
     of = nearly(truth, ROWS)
     out = say(of, ROWS, tree=TreeShape(12, 4), return_dict_in_generate=True, **how, logits_processor=LogitsProcessorList([Batched(3)]))
     assert torch.equal(out.sequences, truth) and out.tau > 1.5
@@ -140,7 +140,7 @@ def test_batches_fork_by_row_or_go_without_drafts() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"tree": TreeShape(8, 2), "do_sample": True, "seed": 2}])
 def test_forced_tokens_are_drafted_without_any_heads(options: dict[str, Any]) -> None:
-    of, how = SpeculativeModel(backbone("llama")), {"max_new_tokens": 60, "return_dict_in_generate": True} | options
+    of, how = SpeculativeModel(backbone("shallow")), {"max_new_tokens": 60, "return_dict_in_generate": True} | options
     plain = say(of, ROW, speculate=False, **how, logits_processor=LogitsProcessorList([Undoable()]))
     forced = say(of, ROW, **how, logits_processor=LogitsProcessorList([Forcing()]))
     assert torch.equal(forced.sequences, plain.sequences) and plain.tau == 1 < forced.tau
@@ -163,5 +163,5 @@ def test_beams_call_it_in_order() -> None:
             raise AssertionError("beams are no tree of one row")
 
     how = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3}
-    truth = backbone("llama").model.generate(**ROW, **how, logits_processor=LogitsProcessorList([Stepping()]))
-    assert torch.equal(say(heads("llama", "eagle3", "off"), ROW, **how, logits_processor=LogitsProcessorList([Stepping()])), truth)
+    truth = backbone("shallow").model.generate(**ROW, **how, logits_processor=LogitsProcessorList([Stepping()]))
+    assert torch.equal(say(heads("shallow", "eagle3", "off"), ROW, **how, logits_processor=LogitsProcessorList([Stepping()])), truth)

@@ -10,20 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import (
-    DRAFTERS,
-    VOCAB,
-    Noted,
-    Scripted,
-    backbone,
-    heads,
-    left_padded,
-    prompts,
-    say,
-    texts,
-    tiny,
-    unpadded,
-)
+from families import DRAFTERS, VOCAB, Noted, Scripted, backbone, heads, left_padded, prompts, say, texts, tiny, unpadded
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
@@ -49,13 +36,13 @@ def row() -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def truth(row: dict[str, Tensor]) -> list[int]:
     """Greedy output of the tiny Llama."""
-    return backbone("llama").model.generate(row["input_ids"], max_new_tokens=60, do_sample=False)[0].tolist()
+    return backbone("shallow").model.generate(row["input_ids"], max_new_tokens=60, do_sample=False)[0].tolist()
 
 
 @pytest.fixture(scope="module")
 def oracle(truth: list[int]) -> SpeculativeModel:
     """Heads that accept five drafts at a time, so that every stopping condition occurs in the middle of an accepted run."""
-    return SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), [truth], "oracle"))
+    return SpeculativeModel(backbone("shallow"), Scripted(backbone("shallow"), [truth], "oracle"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 24])
@@ -81,7 +68,7 @@ def test_eos_of_the_generation_config(row: dict[str, Tensor], truth: list[int]) 
 
 def test_rows_end_each_in_its_time() -> None:
     rows = left_padded(prompts())
-    of = heads("llama", "eagle3")
+    of = heads("shallow", "eagle3")
     options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60, "do_sample": False}
     actual, expected = unpadded(say(of, rows, **options), rows), unpadded(own(of, rows, **options), rows)
     assert actual == expected and len({text.index(60) if 60 in text else -1 for text in actual}) > 2
@@ -111,7 +98,7 @@ def test_a_criterion_may_stop_in_the_middle_of_a_run(
 
 def test_max_time(row: dict[str, Tensor]) -> None:
     """230 passes take far longer than a hundredth of a second."""
-    output = say(heads("llama", "medusa"), row, max_new_tokens=230, max_time=0.01)
+    output = say(heads("shallow", "medusa"), row, max_new_tokens=230, max_time=0.01)
     assert 1 <= output.shape[1] - 9 < 200
 
 
@@ -167,8 +154,8 @@ def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None
     batch = left_padded(prompts((9, 4, 6)[:rows]))
     how: dict[str, Any] = {"do_sample": True, "top_k": 9, "temperature": 0.8} if sample else {"do_sample": False, "repetition_penalty": 1.4}
     options = how | {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 12}
-    plain = say(SpeculativeModel(backbone("llama")), batch, seed=1, max_new_tokens=12, **how)
-    of = SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), unpadded(plain, batch), "nearly"))
+    plain = say(SpeculativeModel(backbone("shallow")), batch, seed=1, max_new_tokens=12, **how)
+    of = SpeculativeModel(backbone("shallow"), Scripted(backbone("shallow"), unpadded(plain, batch), "nearly"))
     out = say(of, batch, seed=1, **options)
     assert torch.equal(out.sequences, plain) and len(out.scores) == len(out.logits) == 12
     if not sample:
@@ -203,7 +190,7 @@ def test_tau_matches_its_definition(kind: str) -> None:
 
 
 def test_seeds() -> None:
-    of, ids = heads("llama", "eagle3"), prompts((9,))[0][None].expand(3, -1)
+    of, ids = heads("shallow", "eagle3"), prompts((9,))[0][None].expand(3, -1)
     options: dict[str, Any] = {"do_sample": True, "max_new_tokens": LENGTH}
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     drawn = []
@@ -226,7 +213,7 @@ def test_seeds() -> None:
 
 
 def test_greedy_ignores_seeds_and_draws_nothing() -> None:
-    of, row = heads("llama", "medusa"), {"input_ids": prompts((9,))[0][None]}
+    of, row = heads("shallow", "medusa"), {"input_ids": prompts((9,))[0][None]}
     torch.manual_seed(1)
     before = torch.get_rng_state()
     assert torch.equal(say(of, row, max_new_tokens=9, do_sample=False, seed=1), say(of, row, max_new_tokens=9, do_sample=False))

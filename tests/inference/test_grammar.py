@@ -59,17 +59,17 @@ def fits(kind: str, text: str) -> bool:
 
 
 def nearly(truth: torch.Tensor, rows: dict[str, torch.Tensor]) -> SpeculativeModel:
-    return SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), unpadded(truth, rows), "nearly"), capture="off")
+    return SpeculativeModel(backbone("shallow"), Scripted(backbone("shallow"), unpadded(truth, rows), "nearly"), capture="off")
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize("rows", [ROW, ROWS], ids=["row", "batch"])
 def test_text_is_that_of_plain_constrained_decoding(kind: str, rows: dict[str, torch.Tensor]) -> None:
-    truth = backbone("llama").model.generate(**rows, **HOW, do_sample=False, logits_processor=given(kind))
+    truth = backbone("shallow").model.generate(**rows, **HOW, do_sample=False, logits_processor=given(kind))
     for row in truth[:, rows["input_ids"].shape[1] :]:
         written = row.tolist()
         assert END in written and fits(kind, tokenizer().decode(written[: written.index(END)]))
-    for of in (nearly(truth, rows), heads("llama", "eagle3", "off")):
+    for of in (nearly(truth, rows), heads("shallow", "eagle3", "off")):
         for tree in ("auto", TreeShape(12, 4), TreeShape(4, 1)):
             processors = given(kind)
             for _ in range(2):  # the second call begins anew
@@ -81,30 +81,30 @@ def test_text_is_that_of_plain_constrained_decoding(kind: str, rows: dict[str, t
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_sampled_text_is_that_without_drafts(kind: str) -> None:
     how = HOW | {"do_sample": True, "temperature": 1.5, "seed": 4}
-    plain = say(heads("llama", "eagle3", "off"), ROWS, speculate=False, **how, logits_processor=given(kind))
-    for of in (nearly(plain, ROWS), heads("llama", "medusa", "off")):
+    plain = say(heads("shallow", "eagle3", "off"), ROWS, speculate=False, **how, logits_processor=given(kind))
+    for of in (nearly(plain, ROWS), heads("shallow", "medusa", "off")):
         assert torch.equal(say(of, ROWS, tree=TreeShape(12, 4), **how, logits_processor=given(kind)), plain)
     assert all(fits(kind, tokenizer().decode(row[: row.index(END)])) for row in plain[:, ROWS["input_ids"].shape[1] :].tolist())
 
 
 def test_end_tokens_of_the_call_and_text_after_the_end() -> None:
     other = LogitsProcessorList([headstart.grammar(tokenizer(), regex="[c-z]{3}", end_tokens=[END, 3])])
-    out = say(heads("llama", "eagle3", "off"), ROW, **HOW | {"eos_token_id": [END, 3]}, logits_processor=other)
+    out = say(heads("shallow", "eagle3", "off"), ROW, **HOW | {"eos_token_id": [END, 3]}, logits_processor=other)
     assert out.shape[1] <= 9 + 3 + 1 and out[0, -1] in (END, 3)
     how = {"max_new_tokens": 20, "do_sample": False}  # nothing ends the text, which goes on freely after the end token
-    truth = backbone("llama").model.generate(**ROW, **how, logits_processor=given("regex"))
-    assert torch.equal(say(heads("llama", "eagle3", "off"), ROW, tree=TreeShape(8, 3), **how, logits_processor=given("regex")), truth)
+    truth = backbone("shallow").model.generate(**ROW, **how, logits_processor=given("regex"))
+    assert torch.equal(say(heads("shallow", "eagle3", "off"), ROW, tree=TreeShape(8, 3), **how, logits_processor=given("regex")), truth)
 
 
 def test_a_matcher_that_gave_up_is_one_line_and_the_next_call_begins_anew() -> None:
     processors = given("regex")
-    truth = say(heads("llama", "eagle3", "off"), ROW, **HOW, logits_processor=processors)
+    truth = say(heads("shallow", "eagle3", "off"), ROW, **HOW, logits_processor=processors)
     row = processors[0].of_row(0)
     row.matcher.consume_tokens([1, 1])
     with pytest.raises(UserError, match="the grammar cannot be followed further: ") as raised:
         row.forced(ROW["input_ids"])
     assert "\n" not in str(raised.value) and torch.equal(
-        say(heads("llama", "eagle3", "off"), ROW, **HOW, logits_processor=processors), truth
+        say(heads("shallow", "eagle3", "off"), ROW, **HOW, logits_processor=processors), truth
     )
 
 

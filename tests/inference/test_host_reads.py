@@ -63,14 +63,14 @@ def reads_by_step(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, **optio
 @pytest.mark.parametrize(("kind", "arguments"), HEADS)
 def test_a_step_with_trained_heads_reads_twice(kind: str, arguments: Any, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the drafts, once the picks, however deep the tree. (The first step also reads the prompts into the drafter.)"""
-    of = SpeculativeModel(backbone("llama"), random_drafter(kind, backbone("llama"), **arguments), capture="off")
+    of = SpeculativeModel(backbone("shallow"), random_drafter(kind, backbone("shallow"), **arguments), capture="off")
     steps = reads_by_step(of, monkeypatch, tree=TreeShape(8, 3), seed=1, **options)
     assert len(steps) > 4
     assert all(len(places) <= 2 for places in steps[1:]), max(steps[1:], key=len)
 
 
 def test_adaptive_trees_read_twice_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = SpeculativeModel(backbone("llama"), random_drafter("eagle3", backbone("llama"), depth=4), capture="off")
+    of = SpeculativeModel(backbone("shallow"), random_drafter("eagle3", backbone("shallow"), depth=4), capture="off")
     steps = [_without_pauses(places) for places in reads_by_step(of, monkeypatch, seed=1, do_sample=False)]
     assert any(len(places) == 2 for places in steps)
     assert all(len(places) <= 2 for places in steps), max(steps, key=len)

@@ -49,7 +49,7 @@ def test_what_decoding_writes_is_right(family: str, temperature: float, monkeypa
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_changed_token_falls_short_by_what_its_logit_lacks(temperature: float) -> None:
-    judge = Judge(backbone("llama"))
+    judge = Judge(backbone("shallow"))
     ids_T, logits_TV = written(judge.backbone, temperature)
     ids_T[-1] = other = (ids_T[-1] + 1) % judge.backbone.vocab
     scores_V = logits_TV[-1]
@@ -61,7 +61,7 @@ def test_a_changed_token_falls_short_by_what_its_logit_lacks(temperature: float)
 
 
 def test_a_token_that_no_logit_would_make_the_pick() -> None:
-    judge = Judge(backbone("llama"))
+    judge = Judge(backbone("shallow"))
     ids_T, _ = written(judge.backbone)
     only = Processing(LogitsProcessorList([lambda ids, scores: scores.masked_fill(torch.arange(61) != 3, -torch.inf)]), 1)  # type: ignore[list-item]
     found = judge.judge(Text(torch.cat([PROMPT_T, torch.tensor([3, 4])]), 2, None, only))
@@ -70,7 +70,7 @@ def test_a_token_that_no_logit_would_make_the_pick() -> None:
 
 def test_a_filter_near_its_edge_is_a_near_tie() -> None:
     """Of two tokens of nearly equal logits, top-k keeps one; the other is right up to rounding."""
-    on = Backbone(tiny("llama"))
+    on = Backbone(tiny("shallow"))
     with torch.no_grad():
         on.unembed.weight[7] = on.unembed.weight[9] * (1 + 1e-6)
     logits_V = on.readout(on.read(PROMPT_T[None]).hidden_BTD[0, -1])
@@ -86,7 +86,7 @@ def test_a_filter_near_its_edge_is_a_near_tie() -> None:
 
 
 def test_rounding_is_measured_once_a_text_exceeds_it_and_in_few_texts() -> None:
-    judge = Judge(backbone("llama"))
+    judge = Judge(backbone("shallow"))
     ids_T, logits_TV = written(judge.backbone)
     judge.judge(text(ids_T))
     assert judge.rounding.texts == 0, "every token is the pick"
@@ -114,7 +114,7 @@ def test_a_wrong_pass_over_trees_is_no_rounding(dtype: torch.dtype, monkeypatch:
 
 
 def test_logits_that_are_no_numbers_are_no_rounding() -> None:
-    judge = Judge(backbone("llama"))
+    judge = Judge(backbone("shallow"))
     ids_T, logits_TV = written(judge.backbone)
     logits_TV[3, 4] = float("nan")
     found = judge.judge(text(ids_T), logits_TV)
@@ -123,7 +123,7 @@ def test_logits_that_are_no_numbers_are_no_rounding() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 80])
 def test_texts_of_every_length(length: int) -> None:
-    judge = Judge(backbone("llama"))
+    judge = Judge(backbone("shallow"))
     ids_T = torch.cat([PROMPT_T[:1], torch.arange(length) % 61])
     judge.judge(Text(ids_T, length, None, Processing(LogitsProcessorList(), 1)))
     assert judge.rounding.texts == 1 and judge.rounding.tolerance > 0

@@ -95,24 +95,6 @@ def test_the_test_detects_another_distribution(small: SpeculativeModel) -> None:
     assert chi_square(drawn(small, 4000, 2, seed=1), law(small, 2, {"temperature": 1.15}), 4000) < 1e-4
 
 
-@pytest.mark.slow
-def test_transformers_samples_from_the_same_distribution(small: SpeculativeModel) -> None:
-    """A two-sample test: counts of three tokens from headstart and from generate(do_sample=True)."""
-    n = 4000
-    torch.manual_seed(0)
-    ids = PROMPT.expand(n, -1)
-    sequences = small.backbone.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=True, temperature=0.8)
-    expected = Counter(map(tuple, sequences[:, PROMPT.shape[1] :].tolist()))
-    actual = drawn(small, n, 3, seed=5, temperature=0.8)
-    assert chi_square(expected, law(small, 3, {"temperature": 0.8}), n) > 1e-3
-    both = [text for text in actual | expected if actual[text] + expected[text] >= 10]
-    bins = [(actual[text], expected[text]) for text in both]
-    bins.append((n - sum(o for o, _ in bins), n - sum(t for _, t in bins)))
-    statistic = sum((o - t) ** 2 / (o + t) for o, t in bins if o + t)
-    p = torch.special.gammaincc(torch.tensor((len(bins) - 1) / 2.0, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64))
-    assert p > 1e-3
-
-
 def test_seeds_drawn_by_torch_follow_the_distribution(small: SpeculativeModel) -> None:
     torch.manual_seed(4)
     assert chi_square(drawn(small, 4000, 2), law(small, 2, {}), 4000) > 1e-3

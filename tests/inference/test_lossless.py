@@ -59,9 +59,9 @@ WARPERS: dict[str, dict[str, Any]] = {
 
 
 def drafting(manner: str, family: str, truths: list[list[int]], depth: int = 4, captured: bool = True) -> SpeculativeModel:
-    """Captures for the trained kinds of one family only; test_capture.py compares captured and uncaptured decoding for the others."""
+    """Captures for one kind on one family only; test_capture.py compares captured and uncaptured decoding for the others."""
     if manner in DRAFTERS:
-        return heads(family, manner, "auto" if captured and family == "llama" else "off")
+        return heads(family, manner, "trace" if captured and (family, manner) == ("llama", "eagle3") else "off")
     return SpeculativeModel(backbone(family), Scripted(backbone(family), truths, manner, depth), capture="off")
 
 

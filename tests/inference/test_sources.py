@@ -54,7 +54,7 @@ def test_a_pass_in_which_something_was_captured_is_not_timed() -> None:
     """Levels are captured when first drafted, long after the forward pass; only the passes with a capture are left out."""
     timed, options = [], OPTIONS | {"tree": TreeShape(2, 1)}
     for captured in ((), (3, 6)):
-        of = SpeculativeModel(backbone("llama"), proposers=[Recorder(captured)], capture="off")
+        of = SpeculativeModel(backbone("shallow"), proposers=[Recorder(captured)], capture="off")
         out = say(of, {"input_ids": prompts((9,))[0][None]}, **options)
         (costs,) = of.engine(True).policy.costs.timed[""].values()
         timed.append(costs.steps)
@@ -77,7 +77,7 @@ def depths_of(source: DrafterSource, costs: Costs, pool: Pool, remaining: int) -
 
 
 def test_a_drafter_rests_where_a_proposer_is_sure() -> None:
-    source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), measured()
+    source, costs = source_of(random_drafter("medusa", backbone("shallow"), depth=3)), measured()
     costs.add(source.timed_as(1, 3)[0], 1, 3, 1e-3)
     source.acceptance.levels = [[0.9]]
 
@@ -94,7 +94,7 @@ def test_a_drafter_rests_where_a_proposer_is_sure() -> None:
 
 @pytest.mark.parametrize("remaining", [[-1], [0], [-1, 0], []])
 def test_nothing_is_drafted_where_no_token_can_follow(remaining: list[int]) -> None:
-    source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
+    source = source_of(random_drafter("medusa", backbone("shallow"), depth=3))
     roots = [3] * len(remaining)
     for costs in (Costs(), measured()):
         for shape in (None, TreeShape(8, 2), TreeShape(8, 2, 3)):
@@ -104,7 +104,7 @@ def test_nothing_is_drafted_where_no_token_can_follow(remaining: list[int]) -> N
 @pytest.mark.parametrize(("acceptance", "given", "drafted"), [(0.9, None, 4), (0.1, None, 1), (0.9, 2, 2), (0.9, 3, 3)])
 def test_adaptive_trees_are_deeper_than_trained_where_drafts_are_accepted(acceptance: float, given: int | None, drafted: int) -> None:
     """Up to twice as deep, unless a depth is given; further depths are expected to be accepted as the last one is."""
-    drafter = random_drafter("eagle3", backbone("llama"), depth=2)
+    drafter = random_drafter("eagle3", backbone("shallow"), depth=2)
     drafter.set_depth(given)
     source, costs = source_of(drafter), measured()
     costs.add(source.timed_as(1, drafter.depth)[0], 1, drafter.depth, drafter.depth * 1e-3)
@@ -116,7 +116,7 @@ def test_adaptive_trees_are_deeper_than_trained_where_drafts_are_accepted(accept
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_extending_the_state_and_drafting_all_depths_are_one_call(kind: str) -> None:
     """From the first step on, in which the last tokens of the prompts extend the state; rows that end in between change nothing."""
-    of = SpeculativeModel(backbone("llama"), random_drafter(kind, backbone("llama"), depth=3), capture="trace")
+    of = SpeculativeModel(backbone("shallow"), random_drafter(kind, backbone("shallow"), depth=3), capture="trace")
     rows, options = left_padded(prompts((9, 6))), {"do_sample": False, "max_new_tokens": 14}
     out = say(of, rows, tree=TreeShape(8, 3), return_dict_in_generate=True, **options)
     source = of.engine(True).policy.of_kind(DrafterSource)[0]
@@ -141,7 +141,7 @@ def test_the_last_positions_of_rows_are_split_off_and_joined_again() -> None:
 
 
 def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_whatever_draft() -> None:
-    on = backbone("llama")
+    on = backbone("shallow")
     source = DrafterSource("eagle3", random_drafter("eagle3", on, depth=3), Capturer("trace", on.device))
     reader = Reader(on, source.drafter.taps, Capturer("off", on.device))
     features, cache = reader.prompts(torch.arange(1, 11).view(2, 5), torch.tensor([5, 5]))
@@ -179,7 +179,7 @@ class AllAtOnce(Drafter):
 
 
 def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() -> None:
-    on = backbone("llama")
+    on = backbone("shallow")
     drafter = AllAtOnce(on)
     assert drafter.deepest == 4, "it has no further states"
     source, features = source_of(drafter), on.read(torch.arange(1, 6)[None])
@@ -200,7 +200,7 @@ def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() ->
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
     """Rows are joined, selected and extended between drafts: each drafts as if decoded by itself."""
-    on = backbone("llama")
+    on = backbone("shallow")
     drafter = random_drafter(kind, on)
     read = on.read(torch.randint(1, 61, (2, 30), generator=torch.Generator().manual_seed(0)), taps=drafter.taps)
 
@@ -233,7 +233,7 @@ def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
 
 def test_beams_of_several_rows_on_a_cpu_are_chains() -> None:
     """There every node takes time (LOG.md)."""
-    source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
+    source = source_of(random_drafter("medusa", backbone("shallow"), depth=3))
     source.start(sampled=True)
     assert [source.width(rows) for rows in (1, 2, 8)] == [4, 1, 1]
     sampled = source.timed_as(1, 3)
@@ -243,7 +243,7 @@ def test_beams_of_several_rows_on_a_cpu_are_chains() -> None:
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_state_may_be_extended_in_two_calls_of_which_one_has_nothing_of_a_row(kind: str) -> None:
-    on = backbone("llama")
+    on = backbone("shallow")
     drafter = random_drafter(kind, on)
     features = on.read(torch.arange(1, 25).view(2, 12), taps=drafter.taps)
     place_BT, roots_B1 = torch.arange(12).expand(2, 12), torch.tensor([[3], [4]])

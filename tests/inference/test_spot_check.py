@@ -42,7 +42,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def model(on: Backbone | None = None, capture: Any = "cuda-graph") -> SpeculativeModel:
-    on = on or backbone("llama")
+    on = on or backbone("shallow")
     return SpeculativeModel(on, random_drafter("medusa", on, depth=3), capture=capture)
 
 

@@ -22,7 +22,7 @@ from headstart.support.errors import UserError
 LENGTH, THREADS = 24, 4
 
 
-def fresh(family: str = "llama") -> SpeculativeModel:
+def fresh(family: str = "shallow") -> SpeculativeModel:
     on = Backbone(tiny(family))
     return SpeculativeModel(on, random_drafter("eagle3", on, depth=3), proposers=[SuffixProposer()])
 

@@ -43,7 +43,7 @@ def switched_on() -> peft.LoraConfig:
 
 def loaded(capture: BackendName = "off") -> tuple[PreTrainedModel, SpeculativeModel]:
     """A model with heads on it, before any adapter is."""
-    model = tiny("llama")
+    model = tiny("shallow")
     return model, headstart.load(None, backbone=model, proposers=("suffix", "recycling"), capture=capture)
 
 
@@ -90,6 +90,7 @@ ALIKE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.matrix(cells=4)
 @pytest.mark.parametrize("kind", ALIKE)
 def test_what_changes_the_layers_alike_counts_from_the_next_call(kind: str) -> None:
     model, heads = loaded("trace" if kind == "lora" else "off")
@@ -133,7 +134,7 @@ def test_what_does_not_is_refused_at_the_call_as_when_loaded(kind: str) -> None:
 
 
 def test_a_mixture_of_experts_by_a_pass_before(tmp_path: Path) -> None:
-    peft.get_peft_model(tiny("llama"), lora()).save_pretrained(str(tmp_path))
+    peft.get_peft_model(tiny("shallow"), lora()).save_pretrained(str(tmp_path))
     model, heads = loaded()
     model.config.use_cache = False
     wrapped = peft.get_peft_model(model, peft.XLoraConfig(hidden_size=32, adapters={"0": str(tmp_path), "1": str(tmp_path)}, **CAUSAL))

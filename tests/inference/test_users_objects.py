@@ -27,7 +27,7 @@ ENDS: dict[str, Any] = {"eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60}
 
 @pytest.fixture(scope="module")
 def of() -> SpeculativeModel:
-    return heads("llama", "eagle3")
+    return heads("shallow", "eagle3")
 
 
 class Log:

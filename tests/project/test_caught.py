@@ -45,7 +45,7 @@ FAULTS = (
     Fault("the loss mask is a token late", "training/objective/loss_rows.py",
           "(document_BT >= 0))[:, 1:]", "(document_BT >= 0))[:, :-1]", "training/test_objective.py"),
     Fault("micro-batches divide by the first one's labels", "training/loop.py",
-          "torch.stack(by_batch).sum()", "by_batch[0]", "training/test_loop.py"),
+          "torch.stack(by_batch).sum()", "by_batch[0]", "training/test_reduction.py"),
     Fault("packed documents see each other", "heads/layers/causal_attention.py",
           "(document_BT[:, :, None] == document_BT[:, None, :]) & (distance_TT >= 0)",
           "(distance_TT >= 0).expand(len(document_BT), -1, -1)", "training/data/test_packing.py"),

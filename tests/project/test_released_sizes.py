@@ -24,6 +24,7 @@ def go(model: str, dtype: str, steps: tuple[Step, ...], drafter: dict[str, Any] 
             step(released)
 
 
+@pytest.mark.slow
 def test_the_widths_of_smollm2() -> None:
     """Grouped heads of an odd number and a width that is no power of two."""
     go("smollm2-135m-instruct", "fp32", STEPS)

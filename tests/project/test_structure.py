@@ -8,7 +8,7 @@ from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, siz
 
 LIMITS = {"files": 273, "lines": 36_780, "lines of code": 25_780}
 PLUGIN_LIMITS = {"files": 21, "lines": 2_685, "lines of code": 1_956}
-TEST_LIMITS = {"lines": 37_160, "setattr": 122, "setattr of a private name": 3}
+TEST_LIMITS = {"lines": 36_860, "setattr": 109, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took."""
 IMPORTED = 102
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}

@@ -70,11 +70,12 @@ def test_installed_outside_the_clone_it_trains_and_decodes(binaries: Path, tmp_p
     recipe = "recipes/quickstart/eagle3.yaml"  # of the package: there is no such file here
     settings = ["train.steps=2", "train.epochs=null", "train.batch_size=2", "data.limit=12", "data.eval_rows=2", "data.max_length=64"]
     settings += ["eval.prompts=1", "eval.max_new_tokens=4", "drafter.depth=2"]
-    run(binaries / "headstart", "train", recipe, "save.dir=out", *settings, cwd=tmp_path)
+    generate = ["generate", "--heads", "out", "def add(a, b):", "--max-new-tokens", "8", "--json", "written.json"]
+    commands = f"main({['train', recipe, 'save.dir=out', *settings]}) or main({generate})"  # in one process, which imports torch once
+    run(binaries / "python", "-c", f"import sys; from headstart.cli.main import main; sys.exit({commands})", cwd=tmp_path)
+    assert run(binaries / "headstart", "--version", cwd=tmp_path).startswith("headstart ")
     metadata = json.loads((tmp_path / "out" / "headstart.json").read_text())
     assert metadata["provenance"]["steps"] == 2 and (tmp_path / "out" / "log.jsonl").exists()
-    command = ["generate", "--heads", "out", "def add(a, b):", "--max-new-tokens", "8", "--json", "written.json"]
-    run(binaries / "headstart", *command, cwd=tmp_path)
     assert json.loads((tmp_path / "written.json").read_text())["tokens"] == 8
 
 

@@ -193,8 +193,8 @@ def test_an_exported_folder(tmp_path, capsys):
 class Hub:
     """A hub that notes what it is given, or raises."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.files, self.created = error, {}, {}
+    def __init__(self) -> None:
+        self.error, self.files, self.created = None, {}, {}
 
     def create_repo(self, repo: str, *, private: bool, exist_ok: bool) -> str:
         if self.error is not None:
@@ -206,9 +206,14 @@ class Hub:
         self.files = {str(file.relative_to(folder_path)): file.read_bytes() for file in folder_path.rglob("*") if file.is_file()}
 
 
-def test_an_upload_is_the_dry_run(heads, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hub, "HfApi", lambda: to)
+@pytest.fixture
+def to(monkeypatch) -> Hub:
     to = Hub()
+    monkeypatch.setattr(hub, "HfApi", lambda: to)
+    return to
+
+
+def test_an_upload_is_the_dry_run(heads, to, tmp_path, capsys):
     assert main(["push", str(heads), "me/x", "--private"]) == 0 and to.created == {"repo": "me/x", "private": True}
     assert "uploaded to https://hub/me/x" in capsys.readouterr().out
     main(["push", str(heads), "me/x", "--dry-run", str(tmp_path / "out")])
@@ -227,8 +232,8 @@ def response(status: int) -> HfHubHTTPError:
     (OfflineModeIsEnabled("offline"), "no connection to the hub (offline); go online, or use --dry-run OUT"),
     (ConnectionError("no route"), "no connection to the hub (no route)"),
 ])  # fmt: skip
-def test_what_the_hub_refuses(heads, monkeypatch, capsys, error, message):
-    monkeypatch.setattr(hub, "HfApi", lambda: Hub(error))
+def test_what_the_hub_refuses(heads, to, capsys, error, message):
+    to.error = error
     assert message in refused(capsys, heads, "me/x")
 
 

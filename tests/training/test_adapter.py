@@ -43,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 def joint_recipe(folder: Path, **lora: float | bool) -> Path:
     return make_recipe(
         folder,
+        6,
         backbone={"lora": LORA | lora},
         drafter={"kind": "tests.helpers.dying", "depth": 2, "taps": [1, 3, 5], "draft_vocab_size": 40},
         train={"steps": STEPS, "micro_batch": 2, "ema_decay": 0.5, "optimizer": "muon"},
@@ -97,9 +98,9 @@ def test_saved_as_a_standard_adapter_and_decoded_with(trained: Path) -> None:
     ours = headstart.load(out, backbone=alone)  # passed as it is: the adapter is already attached
     bare = AutoModelForCausalLM.from_pretrained(trained / "backbone")
     differs = False
-    for seed in range(4):
+    for seed in range(2):
         row = torch.randint(1, 250, (1, 7), generator=torch.Generator().manual_seed(seed))
-        options = {"attention_mask": torch.ones_like(row), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+        options = {"attention_mask": torch.ones_like(row), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
         expected = alone.generate(input_ids=row, **options)
         assert torch.equal(model.generate(row, custom_generate=heads.generate, **options), expected)
         assert torch.equal(alone.generate(input_ids=row, custom_generate=ours.generate, **options), expected)
@@ -153,7 +154,8 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     recipe = str(joint_recipe(tmp_path, dropout=0.0, use_dora=False))
     for processes in (1, 2):
         log = tmp_path / f"{processes}.txt"
-        assert Forked(processes, [recipe, f"save.dir={tmp_path}/{processes}", "train.micro_batch=null"], log).wait() == 0, log.read_text()
+        arguments = [recipe, f"save.dir={tmp_path}/{processes}", "train.micro_batch=null", "train.steps=5"]
+        assert Forked(processes, arguments, log).wait() == 0, log.read_text()
     one, two = tensors(tmp_path / "1"), tensors(tmp_path / "2")
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=2e-4, rtol=1e-3, msg=name)

@@ -1,4 +1,4 @@
-"""The moving average of the weights: its value, where it is used, and bit-for-bit resume."""
+"""The moving average of the weights: its value and where it is used; tests/heads/test_every_head.py resumes it."""
 
 from __future__ import annotations
 
@@ -56,14 +56,10 @@ def test_what_is_saved_is_the_average_and_training_goes_on_from_the_weights(tmp_
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
 
 
-def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = make_recipe(tmp_path, train={**CONSTANT, "optimizer": "muon"})
-    assert main([str(recipe), f"save.dir={tmp_path}/whole"]) == 0
-    for steps in (3, STEPS):
-        assert main([str(recipe), f"save.dir={tmp_path}/parts", f"train.steps={steps}"]) == 0
-    weights = [(tmp_path / name / "medusa_lm_head.safetensors").read_bytes() for name in ("whole", "parts")]
-    assert weights[0] == weights[1]
-    assert main([str(recipe), f"save.dir={tmp_path}/parts", "train.ema_decay=null", f"train.steps={STEPS + 1}"]) == 2
+def test_it_is_not_left_out_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, train=CONSTANT)
+    assert main([str(recipe), "train.steps=1"]) == 0
+    assert main([str(recipe), "train.ema_decay=null"]) == 2
     assert "train.ema_decay (was 0.5, now None)" in capsys.readouterr().err
 
 

@@ -15,11 +15,7 @@ from small_run import make_recipe
 
 from headstart.cli.train import main
 
-CONFIGURATION = {
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
-    "ACCELERATE_MIXED_PRECISION": "bf16",
-    "ACCELERATE_DYNAMO_BACKEND": "eager",
-}
+CONFIGURATION = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "eager"}
 
 
 @pytest.fixture

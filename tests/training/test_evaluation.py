@@ -56,7 +56,7 @@ def require_loadable(whole: Path, out: Path) -> None:
     load_drafter(out, load_backbone(str(whole.parent / "backbone"), device="cpu"))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_that_fails_is_a_warning(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], processes: int
 ) -> None:
@@ -97,6 +97,7 @@ def test_one_that_fails_on_a_sharded_backbone(
     load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
 @pytest.mark.parametrize("step", [8, 12])
 def test_ended_by_a_signal_it_is_made_by_the_next_start(

@@ -16,6 +16,7 @@ import torch
 from families import backbone, random_drafter
 from faulty import broken_disk, faults, full_disk, killed, read_only
 from forked import Forked
+from safetensors import SafetensorError
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
@@ -23,6 +24,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.support.errors import UserError
 from headstart.support.files import PENDING, settle
+from headstart.training.run import checkpoint as states
 from headstart.training.run.checkpoint import find_state, read_state, write_state
 from headstart.training.run.processes import LOCK, lost_process
 
@@ -182,11 +184,23 @@ class TestRun:
         return load_backbone(str(tmp_path / "backbone"), device="cpu")
 
     def test_some_operations(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.sweep(recipe, tmp_path, capsys, slice(None, None, 17))
+        self.sweep(recipe, tmp_path, capsys, slice(None, None, 29))
 
     @pytest.mark.slow
     def test_every_operation(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.sweep(recipe, tmp_path, capsys, slice(None))
+
+    def test_the_error_of_the_safetensors_library(self, recipe: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*args: Any) -> None:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        assert main([str(recipe), "train.steps=2"]) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(states, "save_file", full)
+            assert main([str(recipe)]) == 2
+        [line] = errors(capsys)
+        assert "step 3 could not be saved" in line and "No space left on device" in line and "step-00000002" in line
+        assert main([str(recipe)]) == 0
 
     def test_a_second_run_on_the_folder_is_refused_until_the_first_is_dead(
         self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,6 @@ from small_run import make_recipe, read_log
 
 from headstart.cli.main import main
 from headstart.cli.train import main as train
-from headstart.heads.backbone.backbone import Backbone
 from headstart.training.data.data import Sample
 from headstart.training.features import caching
 from headstart.training.features import writer as cache_writer
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe and, in ``cache``, the features of its samples in several shards."""
     folder = tmp_path_factory.mktemp("whole")
-    recipe = make_recipe(folder, drafter=EAGLE)
+    recipe = make_recipe(folder, 6, drafter=EAGLE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(caching, "plan_shards", lambda samples, form, shard_mb: tuple((i, min(i + 5, 36)) for i in range(0, 36, 5)))
         assert main(["cache", str(recipe), f"cache.dir={folder / 'cache'}"]) == 0
@@ -71,14 +70,12 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.matrix
 @pytest.mark.parametrize("drafter", [EAGLE, {"kind": "medusa", "depth": 2}], ids=lambda drafter: drafter["kind"])
 @pytest.mark.parametrize("packing", ["false", "true"])
-def test_trained_from_a_cache_the_losses_are_the_live_ones(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: dict[str, Any], packing: str
-) -> None:
+def test_trained_from_a_cache_the_losses_are_the_live_ones(whole: Path, tmp_path: Path, drafter: dict[str, Any], packing: str) -> None:
     """Equal within the error of int8, and training never runs the backbone. A cache serves any heads whose taps it holds."""
     same = [f"drafter={json.dumps(drafter)}", f"data.packing={packing}", "eval.prompts=1"]
     assert train([str(whole / "recipe.yaml"), f"save.dir={tmp_path}/live", *same]) == 0
     run = prepare(load_recipe(whole / "recipe.yaml", [*same, f"cache.dir={whole / 'cache'}", f"save.dir={tmp_path}/kept"]))
-    monkeypatch.setattr(Backbone, "read", None)
+    assert not run.backbone.whole
     run.prompts = []
     assert go_on(run) == 0
     run.log.close()
@@ -123,7 +120,7 @@ def test_another_cache_is_refused_by_what_differs(whole: Path, tmp_path: Path, c
 
 
 def test_other_weights_and_other_rows_are_refused(tmp_path: Path, capsys: Any) -> None:
-    make_recipe(tmp_path, drafter=EAGLE)
+    make_recipe(tmp_path, 6, drafter=EAGLE)
     assert main(["cache", *options(tmp_path)]) == 0
     rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "text.jsonl").write_text("".join(rows[:7] + ['{"text": "a sun finds so"}\n'] + rows[8:]))
@@ -197,7 +194,7 @@ def test_a_killed_writer_goes_on_and_two_share_the_work(copy: Path, whole: Path)
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    recipe, usage = make_recipe(tmp_path), namedtuple("usage", "total used free")
+    recipe, usage = make_recipe(tmp_path, 6), namedtuple("usage", "total used free")
     command = ["cache", str(recipe), f"cache.dir={tmp_path}/new"]
     assert main([*command, "--estimate", "--json", f"{tmp_path}/size.json"]) == 0
     size = json.loads((tmp_path / "size.json").read_text())

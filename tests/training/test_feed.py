@@ -10,8 +10,6 @@ from forked import Forked
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
-from headstart.training.recipe.recipe import load_recipe
-from headstart.training.setup import prepare
 
 EAGLE = {"kind": "eagle3", "depth": 2}
 
@@ -34,19 +32,6 @@ def test_one_process_goes_on_as_two_with_the_same_data(tmp_path: Path) -> None:
     assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-4)
-
-
-def test_every_step_splits_its_rows_completely(tmp_path: Path) -> None:
-    recipe = load_recipe(make_recipe(tmp_path, train={"batch_size": 5, "micro_batch": 1}), ["data.packing=true", "data.max_length=40"])
-    trained = prepare(recipe)
-    trained.log.close()
-    feed = trained.feed
-    assert feed.row_length == 40 and feed.steps == 12 and feed.rows < len(feed.samples)
-    for step in range(1, 13):
-        whole = sorted(index for row in feed.global_rows(step) for index in row)
-        for processes in (1, 2, 3, 5):
-            parts = [type(feed)(feed.samples, feed.train, feed.seed, process, processes, feed.row_length) for process in range(processes)]
-            assert sorted(index for part in parts for rows in part.local_rows(step) for row in rows for index in row) == whole
 
 
 def test_other_samples_are_refused_on_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

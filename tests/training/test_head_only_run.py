@@ -38,7 +38,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A folder with a recipe and a cache, and the overrides that train from it."""
     folder = tmp_path_factory.mktemp("cached")
-    recipe = make_recipe(folder, drafter=DRAFTERS["eagle3"])
+    recipe = make_recipe(folder, 6, drafter=DRAFTERS["eagle3"])
     options = [f"cache.dir={folder / 'cache'}", "drafter.taps=[1,3,5]"]
     assert main(["cache", str(recipe), *options]) == 0
     return folder, options

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import Forked
 from small_run import make_recipe, read_log, run
 
 from headstart.cli.train import main
@@ -57,30 +56,13 @@ def test_heads_can_be_loaded_and_say_where_they_come_from(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_accumulation_does_not_change_the_loss(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, train={"batch_size": 6})
-    logs = []
-    for size in ("null", "1", "3"):
-        assert main([str(recipe), f"train.micro_batch={size}", f"save.dir={tmp_path}/{size}"]) == 0
-        logs.append([line for line in read_log(tmp_path / size) if "loss" in line])
-    for log in logs[1:]:
-        assert [line["loss"] for line in log] == pytest.approx([line["loss"] for line in logs[0]], rel=1e-5)
-        assert [line["grad_norm"] for line in log] == pytest.approx([line["grad_norm"] for line in logs[0]], rel=1e-4)
-        assert [line["tokens"] for line in log] == [line["tokens"] for line in logs[0]]
-
-
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"])
-def test_two_processes_train_as_one_does(tmp_path: Path, launched: bool) -> None:
-    """Five sequences a step: three in one process, two in the other."""
+def test_two_processes_of_a_launcher_train_as_one_does(tmp_path: Path) -> None:
+    """Five sequences a step: three in one process, two in the other. Forked processes: test_reduction.py, test_sharding.py."""
     recipe = make_recipe(tmp_path, drafter=KINDS[1], train={"batch_size": 5}, eval={"prompts": 1})
     assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0
     arguments = [str(recipe), f"save.dir={tmp_path}/two", "train.micro_batch=1"]
-    if launched:
-        done = run(*arguments, launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2"))
-        status, output = done.returncode, done.stderr
-    else:
-        status, output = Forked(2, arguments, tmp_path / "said").wait(), (tmp_path / "said").read_text()
-    assert status == 0 and "2 processes on cpu" in output, output[-3000:]
+    done = run(*arguments, launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2"))
+    assert done.returncode == 0 and "2 processes on cpu" in done.stderr, done.stderr[-3000:]
     one, two = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-5)

@@ -143,7 +143,7 @@ def test_recomputed_activations_give_the_same_gradients(family: str) -> None:
 
 @pytest.mark.slow
 def test_a_plan_counts_the_trained_backbone(tmp_path: Path) -> None:
-    recipe = str(make_recipe(tmp_path, backbone={"lora": {"rank": 4, "dropout": 0.1}}, train={"ema_decay": 0.9}))
+    recipe = str(make_recipe(tmp_path, 6, backbone={"lora": {"rank": 4, "dropout": 0.1}}, train={"ema_decay": 0.9}))
 
     def planned(*changes: str) -> MemoryPlan:
         read = load_recipe(recipe, changes)

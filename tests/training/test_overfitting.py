@@ -15,9 +15,7 @@ from families import STRANGERS
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.heads.medusa import Medusa
 from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -38,7 +36,7 @@ FEWER = {"eagle3": 16, "medusa": 16}
 """Steps of the heads that learn faster."""
 HEADS = [*every_head(DEPTH), *((kind, {"depth": DEPTH}) for kind in STRANGERS)]
 HEADS += [(kind, {**dict(every_head(DEPTH))[kind], **arguments}) for kind, arguments in VARIANTS]
-HEADS.sort(key=lambda head: head[0] not in ("eagle3", "medusa"))  # the first two are the fast ones
+HEADS.sort(key=lambda head: head[0] != "medusa")  # the first is the fast one
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def accepted(drafter: Drafter, of: Conversation) -> float:
     return output.tau / longest
 
 
-@pytest.mark.matrix(cells=2)
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("kind,arguments", HEADS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
 def test_one_conversation_is_learnt(conversation: Conversation, kind: str, arguments: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -102,19 +100,3 @@ def test_one_conversation_is_learnt(conversation: Conversation, kind: str, argum
         drafter.use_vocabulary(conversation.frequent(len(drafter.vocabulary)))
     overfit(drafter, conversation, TRAIN.model_copy(update={"steps": FEWER.get(kind, TRAIN.steps)}))
     assert accepted(drafter, conversation) >= SHARE
-
-
-@pytest.mark.slow
-def test_a_misaligned_head_is_found_out(conversation: Conversation) -> None:
-    """Trained one position off, a head that learns its row as well is wrong nearly everywhere."""
-
-    class Misaligned(Medusa):
-        def forward_dense(self, features: Features) -> list[Tensor]:
-            ahead = Features(features.tokens_BT, features.hidden_BTD.roll(-1, 1), document_BT=features.document_BT)
-            return super().forward_dense(ahead)
-
-    torch.manual_seed(0)
-    drafter = build_drafter("medusa", conversation.backbone, {"depth": DEPTH})
-    drafter.__class__ = Misaligned
-    overfit(drafter, conversation)
-    assert accepted(drafter, conversation) < 0.6

@@ -126,7 +126,7 @@ def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
 
 def test_recomputed_blocks_are_planned_as_they_are_computed(small: Path) -> None:
     """The backward computes again with fused attention, whose scores it does not keep, as the forward did."""
-    options = ["drafter={kind: block, layers: 3}", "train.gradient_checkpointing=true"]
+    options = ["drafter={kind: block, layers: 2, depth: 3}", "train.gradient_checkpointing=true"]
     recipes = [load_recipe(small, options[:count]) for count in (1, 2)]
     plans = [MemoryPlan(recipe, make_fake_models(recipe, True), True, False) for recipe in recipes]
     kept, again = (plan.step(MicroBatch(2, 64)).phases[DRAFT_STEP] for plan in plans)
@@ -171,8 +171,9 @@ def test_a_share_of_the_positions_takes_a_share_of_the_memory(small: Path, monke
     assert 2.5 < objective[0.4] / objective[0.1] < 4.5
 
 
+@pytest.mark.slow
 def test_more_rows_and_longer_ones_take_more(small: Path) -> None:
-    recipe = load_recipe(small, ["drafter.kind=eagle3"])
+    recipe = load_recipe(small, ["drafter={kind: eagle3, depth: 2}", "objective.chunk_size=1000"])
     memory = MemoryPlan(recipe, make_fake_models(recipe, False), False, False)
     most = [memory.step(size).peak for size in (MicroBatch(2, 32), MicroBatch(4, 32), MicroBatch(4, 64), MicroBatch(4, 64, 0.5))]
     assert most[0] < most[1] < most[2] > most[3]

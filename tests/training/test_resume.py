@@ -14,7 +14,7 @@ from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
 
-STEPS, DEATH = 40, 17
+STEPS, DEATH = 20, 9
 MICRO_BATCHES = 3
 """Forward passes per step."""
 WEIGHTS = "model.safetensors"
@@ -31,14 +31,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         drafter={"kind": "tests.helpers.dying", "depth": 2, "draft_vocab_size": 40},
         train={"steps": STEPS, "batch_size": 2 * MICRO_BATCHES, "micro_batch": 2},
-        save={"every": 6, "keep": 3},
-        log={"every": 4},
-        eval={"every": 20},
+        save={"every": 3, "keep": 3},
+        log={"every": 2},
+        eval={"every": 10},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         assert main([str(recipe)]) == 0
-    assert [state.name for state in states(folder / "out")] == ["step-00000030", "step-00000036", "step-00000040"]
+    assert [state.name for state in states(folder / "out")] == ["step-00000015", "step-00000018", "step-00000020"]
     return folder
 
 
@@ -56,10 +56,10 @@ def recipe_for(whole: Path, out: Path, *changes: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "saved"), [(signal.SIGKILL, -signal.SIGKILL, 12), (signal.SIGTERM, 128 + signal.SIGTERM, DEATH)], ids=str
+    ("number", "status", "saved"), [(signal.SIGKILL, -signal.SIGKILL, 6), (signal.SIGTERM, 128 + signal.SIGTERM, DEATH)], ids=str
 )
 def test_killed_and_resumed_is_the_same_bit_for_bit(whole: Path, tmp_path: Path, number: signal.Signals, status: int, saved: int) -> None:
-    """Killed in step 17: SIGKILL loses everything after the state of step 12; SIGTERM lets the step finish and saves it."""
+    """Killed in step 9: SIGKILL loses everything after the state of step 6; SIGTERM lets the step finish and saves it."""
     out = tmp_path / "out"
     forward = str((DEATH - 1) * MICRO_BATCHES + 2)
     said, fatal = tmp_path / "said", {"HEADSTART_TEST_SIGNAL": str(int(number)), "HEADSTART_TEST_FORWARD": forward}
@@ -67,7 +67,7 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(whole: Path, tmp_path: Path,
     assert states(out)[-1].name == f"step-{saved:08d}"
     assert number == signal.SIGKILL or f"stopped by a signal after step {DEATH} of {STEPS}" in said.read_text()
     with (out / "log.jsonl").open("a") as log:
-        log.write('{"step": 39, "loss": 1.0}\n{"step": 3')  # a line of a later step, and one torn by the kill
+        log.write('{"step": 19, "loss": 1.0}\n{"step": 3')  # a line of a later step, and one torn by the kill
     assert main(recipe_for(whole, out)) == 0
     assert (out / WEIGHTS).read_bytes() == (whole / "out" / WEIGHTS).read_bytes()
     assert numbers(out) == numbers(whole / "out")
@@ -82,7 +82,7 @@ def test_the_one_before_is_taken_when_the_newest_is_damaged(whole: Path, tmp_pat
     (out / WEIGHTS).unlink()
     assert main(recipe_for(whole, out)) == 0
     output = capsys.readouterr().err
-    assert "step-00000040 is damaged" in output and "resuming from" in output and "step-00000036" in output
+    assert "step-00000020 is damaged" in output and "resuming from" in output and "step-00000018" in output
     assert (out / WEIGHTS).read_bytes() == (whole / "out" / WEIGHTS).read_bytes()
     assert numbers(out) == numbers(whole / "out")
 
@@ -118,7 +118,7 @@ def test_a_state_of_another_version_is_refused(whole: Path, tmp_path: Path, caps
         (state / "state.json").write_text(json.dumps(content))
     assert main(recipe_for(whole, tmp_path / "out", f"train.steps={STEPS + 4}")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "step-00000040 was saved by another version of Headstart (format None, this one reads 4)" in error
+    assert "step-00000020 was saved by another version of Headstart (format None, this one reads 4)" in error
 
 
 def test_another_recipe_is_refused_by_its_keys(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,8 +202,9 @@ def test_a_resumed_run_goes_on_in_weights_and_biases_under_its_id(tmp_path: Path
 def test_a_tracker_that_is_missing_is_said_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe, find = make_recipe(tmp_path), importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name.startswith("tensorboard") else find(name, *rest))
+    recipe = make_recipe(tmp_path)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert main([str(recipe), "log.tensorboard=true", "backbone.path=/nowhere"]) == 2
     output = capsys.readouterr().err
     assert output.startswith("error: log.tensorboard=true needs") and "pip install tensorboardX" in output and output.count("\n") == 1

@@ -33,7 +33,7 @@ EAGLE = {"kind": "eagle3", "depth": 2, "taps": [1, 3, 5]}
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Backbone, list[float]]:
     """A folder with a recipe, its backbone, and the losses of a run beside it."""
     folder = tmp_path_factory.mktemp("run")
-    recipe, file = make_recipe(folder, drafter=EAGLE, train={"steps": 8}), folder / "backbone" / "model.safetensors"
+    recipe, file = make_recipe(folder, 6, drafter=EAGLE, train={"steps": 8}), folder / "backbone" / "model.safetensors"
     norm = {"model.norm.weight": torch.rand(16, generator=torch.Generator().manual_seed(0)) + 0.3}  # one of ones may be applied twice
     save_file(load_file(file) | norm, file, {"format": "pt"})
     assert train([str(recipe), f"save.dir={folder}/live"]) == 0

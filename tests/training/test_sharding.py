@@ -61,7 +61,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A folder with a recipe, and in ``out`` the run of one process."""
     folder = tmp_path_factory.mktemp(request.param)
     train = {**TRAIN, "optimizer": request.param}
-    recipe = make_recipe(folder, drafter=DRAFTER, train=train, eval={"prompts": 1, "every": 4}, save={"every": 3})
+    recipe = make_recipe(folder, 6, drafter=DRAFTER, train=train, eval={"prompts": 1, "every": 4}, save={"every": 3})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         AcceleratorState._reset_state(True)
@@ -90,7 +90,8 @@ def test_the_backbone_is_sharded_too(whole: Path, tmp_path: Path, processes: int
     same(tmp_path / "out", whole / "out")
 
 
-def test_the_files_of_a_sharded_backbone_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_files_of_a_sharded_backbone_are_read_once(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = opened.open_backbone
 
     def only_in_the_first(*arguments: Any, **options: Any) -> Any:
@@ -98,17 +99,16 @@ def test_the_files_of_a_sharded_backbone_are_read_once(tmp_path: Path, monkeypat
         return real(*arguments, **options)
 
     monkeypatch.setattr(opened, "open_backbone", only_in_the_first)  # the processes are forked from this one
-    for tied in (False, True):
-        recipe = make_recipe(tmp_path, drafter=DRAFTER, train={**TRAIN, "steps": 2, "batch_size": 2}, eval={"prompts": 1})
-        model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=tied))
-        model.save_pretrained(tmp_path / "backbone")
-        launch(2, recipe, tmp_path / f"sharded {tied}", "backbone.shard=true")
-        launch(1, recipe, tmp_path / f"whole {tied}", RANK="0")
-        same(tmp_path / f"sharded {tied}", tmp_path / f"whole {tied}")
+    recipe = make_recipe(tmp_path, 6, drafter=DRAFTER, train={**TRAIN, "steps": 2, "batch_size": 2}, eval={"prompts": 1})
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path / "backbone")
+    launch(2, recipe, tmp_path / "sharded", "backbone.shard=true")
+    launch(1, recipe, tmp_path / "whole", RANK="0")
+    same(tmp_path / "sharded", tmp_path / "whole")
 
 
 def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None:
-    recipe = load_recipe(make_recipe(tmp_path), ["backbone.shard=true"])
+    recipe = load_recipe(make_recipe(tmp_path, 6), ["backbone.shard=true"])
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())  # one of four, without communication
     try:
         model = shard_layers(AutoModelForCausalLM.from_pretrained(recipe.backbone.path), torch.device("cpu"))
@@ -133,7 +133,7 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
     ("objective.on_policy=0.5", "drafts are read by each process for itself, and backbone.shard has all read alike; set either back"),
 ])  # fmt: skip
 def test_what_all_cannot_read_alike_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str) -> None:
-    recipe = make_recipe(tmp_path, drafter=DRAFTER, backbone={"shard": True})
+    recipe = make_recipe(tmp_path, 6, drafter=DRAFTER, backbone={"shard": True})
     assert main([str(recipe), change]) == 2
     assert message in capsys.readouterr().err
 
@@ -154,7 +154,7 @@ def test_resumed_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = make_recipe(tmp_path)
+    recipe = make_recipe(tmp_path, 6)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert main([str(recipe)]) == 2
     assert "launched with FSDP version 1; training supports version 2" in capsys.readouterr().err

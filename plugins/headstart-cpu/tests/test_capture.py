@@ -26,6 +26,7 @@ from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.support.pytree import builder, flatten
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("tracing")
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ ON_EVERY_FAMILY = ("eagle3", "draft_model")
 
 @pytest.mark.matrix("kind", cells=1)
 @pytest.mark.parametrize(
-    "family,kind", [(family, "eagle3") for family in FAMILIES] + [("llama", kind) for kind in DRAFTERS if kind not in ON_EVERY_FAMILY]
+    "family,kind",
+    [(family, "eagle3") for family in ("shallow", *FAMILIES)] + [("llama", kind) for kind in DRAFTERS if kind not in ON_EVERY_FAMILY],
 )
 def test_captured_passes_write_the_same_sequences(family: str, kind: str) -> None:
     """Greedy and sampled, one row and five, past the first 64 slots, with fixed and adaptive trees."""

@@ -102,7 +102,7 @@ def on_python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_traces_auto_captures_nothing_and_says_so(
     missing: Callable[[pytest.MonkeyPatch], None], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on, row = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    on, row = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "tree": TreeShape(8, 3)}
     truth, drafter = say(SpeculativeModel(on, capture="off"), row, **options), random_drafter("medusa", on)
     with pytest.MonkeyPatch.context() as patch:
@@ -115,11 +115,6 @@ def test_without_traces_auto_captures_nothing_and_says_so(
         assert len(caplog.records) == 1 and reason in caplog.text
         with pytest.raises(UserError, match="capture 'trace' cannot be used: .*; choose 'auto' or 'off'"):
             Capturer("trace", CPU)
-
-
-def test_a_torch_without_torch_jit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "jit", None)  # only the choice is tested: torch and transformers do not decode without it
-    assert "has no torch.jit.optimized_execution" in str(Capturer("auto", CPU).report().fallback)
 
 
 def test_no_private_function_goes_unlisted() -> None:

@@ -7,21 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import backbone
+from chat_run import make_chat_model
+from families import backbone, random_drafter
 from headstart_cpu import compile_model, kernels, workers
 from needs import needs_a_compiler
 
 from headstart.cli.main import main
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
-BENCH = [*"bench --heads embedded --prompts recipes/quickstart/prompts.jsonl --limit 1 --max-new-tokens 2 --rounds 1".split()]
+BENCH = "--prompts recipes/quickstart/prompts.jsonl --limit 1 --max-new-tokens 2 --rounds 1".split()
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a test has traced, the next does not trace again."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Heads on a small model beside them, ``model``."""
+    folder = tmp_path_factory.mktemp("small")
+    on = load_backbone(str(make_chat_model(folder / "model")), device="cpu")
+    random_drafter("eagle3", on, depth=2).save_pretrained(folder / "heads")
+    return str(folder / "heads")
 
 
 @pytest.fixture
@@ -40,17 +51,19 @@ def parts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @needs_a_compiler
-def test_the_layers_of_a_model_and_the_drafts_of_its_heads_are_compiled(parts: list[int], tmp_path: Path) -> None:
-    assert main(["compile", "embedded", "--heads", "embedded", "--json", str(tmp_path / "report.json")]) == 0
+def test_the_layers_of_a_model_and_the_drafts_of_its_heads_are_compiled(heads: str, parts: list[int], tmp_path: Path) -> None:
+    model = str(Path(heads).with_name("model"))
+    assert main(["compile", model, "--heads", heads, "--json", str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert parts == [report["parts"]] and parts[0] > 1
-    assert (report["backbone"], report["heads"], report["folder"]) == ("embedded", "embedded", str(kernels.folder()))
+    assert (report["backbone"], report["heads"], report["folder"]) == (model, heads, str(kernels.folder()))
 
 
 @needs_a_compiler
-def test_bench_compiles_first_unless_it_is_not_to(parts: list[int]) -> None:
-    assert main([*BENCH, "--no-compile"]) == 0 and not parts
-    assert main(BENCH) == 0 and len(parts) == 1
+def test_bench_compiles_first_unless_it_is_not_to(heads: str, parts: list[int]) -> None:
+    command = ["bench", "--heads", heads, *BENCH]
+    assert main([*command, "--no-compile"]) == 0 and not parts
+    assert main(command) == 0 and len(parts) == 1
 
 
 @pytest.mark.parametrize(

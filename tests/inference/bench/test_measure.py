@@ -1,6 +1,5 @@
 """Measuring: tau equals that of decoding, the model's own sampling settings have no effect, the verdict."""
 
-import io
 import time
 
 import pytest
@@ -11,9 +10,7 @@ from headstart.chat.prompts import Prompt
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.judging import sentence
 from headstart.inference.bench.systems import HeadstartSystem
-from headstart.inference.bench.table import print_report
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_by_transformers, continue_text, measure_tau
@@ -124,22 +121,3 @@ def test_parts_of_a_pass_timed_by_themselves(heads):
     parts = HeadstartSystem("medusa", heads).time_parts([{0: PROMPTS[0]}, {1: PROMPTS[1]}], Settings(6), 0)
     assert parts.tokens == 12 and all(time > 0 for time in parts.milliseconds().values())
     assert Tally().milliseconds() == {"draft_ms": 0.0, "verify_ms": 0.0, "host_ms": 0.0}
-
-
-def test_compare_takes_every_system_through_every_prompt(heads):
-    plan = Plan(12, (0.0, 1.0), seed=4, tree=TreeShape(6, 3, 3))
-    report = compare([("a", heads), ("b", heads)], [Prompt(ids_T) for ids_T in PROMPTS], plan)
-    assert [(row["head"], row["temperature"]) for row in report["results"]] == [("a", 0.0), ("b", 0.0), ("a", 1.0), ("b", 1.0)]
-    assert {row["tokens"] for row in report["results"]} == {24} and {row["depth"] for row in report["results"]} == {3}
-    assert report["verdict"] == "identical"
-    assert sentence(report).startswith(
-        "Every token of every prompt is identical to autoregressive decoding with the same seed;"
-        " at temperature 0 also to transformers' generate. "
-    )
-    assert all(row["logits"]["positions"] == 24 and row["logits"]["largest_difference"] < 1e-4 for row in report["results"])
-    out = io.StringIO()
-    print_report(report, out)
-    head, *lines = out.getvalue().splitlines()[3:12]
-    assert [line[head.index("system") :].split("  ")[0] for line in lines] == 2 * ["AR (transformers)", "AR (headstart)", "a", "b"]
-    for title in ("accept len (tau)", "tokens/s", "x AR", "x transformers"):  # right-aligned
-        assert all(line[head.index(title) + len(title) - 1].isdigit() for line in lines)

@@ -1,8 +1,8 @@
 """The HTML page of a benchmark: self-contained, with the numbers of the JSON report; nothing in a prompt is taken for markup."""
 
-import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -72,8 +72,7 @@ def test_a_chart_shows_names_as_they_are() -> None:
 def test_without_matplotlib_it_is_refused_before_anything_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*command, "--html", str(tmp_path / "page.html")]) == 2
     said = capsys.readouterr().err
     assert said == "error: --html draws charts with matplotlib, which is not installed; run: pip install 'headstart[report]'\n"

@@ -25,7 +25,6 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
 LENGTH = 16
-DTYPES = [torch.float32, torch.bfloat16]
 RED, GREEN = "\x1b[1;31m", "\x1b[32m"
 
 
@@ -49,7 +48,7 @@ def printed(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     ("change", "dtype"),
     [
         (a_logit, torch.bfloat16),
-        (a_value, torch.float32),
+        pytest.param(a_value, torch.float32, marks=pytest.mark.slow),
         pytest.param(a_logit, torch.float32, marks=pytest.mark.slow),
         pytest.param(a_value, torch.bfloat16, marks=pytest.mark.slow),
     ],
@@ -82,7 +81,7 @@ def test_near_ties_are_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     assert '<p class="">Not every token' in shown and '<td class=" ">near-tie</td>' in shown
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_healthy_run_is_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     report = measured(dtype, "trace", temperatures=(0.0, 1.0))
     assert report["verdict"] in {"identical", "near-tie"}

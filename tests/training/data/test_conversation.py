@@ -237,9 +237,9 @@ def test_a_column_of_another_name():
         make_samples([row, {"other": 1}], tokenizer, Data(train="x", column="story"), source="x")
 
 
-def test_a_slow_tokenizer_is_refused_where_characters_count(monkeypatch):
+def test_a_slow_tokenizer_is_refused_where_characters_count():
     tokenizer = make_tokenizer(CHATML)
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    tokenizer.__class__ = type("Slow", (type(tokenizer),), {"is_fast": False})
     assert learned(tokenizer, samples_of(tokenizer, chat(*TURNS))[0])[0] == "It is four.<|im_end|>"
     tokenizer.chat_template = MARKED["chatml"][1]
     with pytest.raises(UserError, match="is a slow one"):

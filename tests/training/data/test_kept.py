@@ -23,7 +23,6 @@ from small_run import make_recipe
 import headstart
 from headstart.cli import main as command
 from headstart.support.errors import UserError
-from headstart.training.data import data as data_module
 from headstart.training.data import kept, tokenise
 from headstart.training.data.data import load_data, make_samples
 from headstart.training.data.kept import Splits
@@ -136,11 +135,10 @@ def test_a_killed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         list(in_parts(dies, 40, 2))
 
 
-def test_a_second_start_reads_what_the_first_has_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_reads_what_the_first_has_kept(folder: Path, tmp_path: Path) -> None:
     train = [{"path": write(tmp_path / f"{name}.jsonl", 40, name), "weight": 2} for name in ("one", "two")]
     first = load(train, ends=(5,))
     (file,) = folder.iterdir()
-    monkeypatch.setattr(data_module, "read_rows", None)
     again = load(train, ends=(5,), processes=7)
     assert numbers(again) == numbers(first) and (first.kept, again.kept) == (False, True) and list(folder.iterdir()) == [file]
     assert first.mix is not None and first.check is not None and first.check.warning and "tokens of an earlier start" in str(again)
@@ -164,7 +162,8 @@ def test_whatever_the_tokens_depend_on_has_its_own_file(folder: Path, tmp_path: 
     assert not load(source, tokenizer=bpe).kept
     used = {Path(sys.modules[one].__file__ or "").parent for one in ("headstart.chat.conversation", tokenise.__name__)}
     assert used <= {Path(headstart.__file__).parent / folder for folder in kept.CODE}
-    monkeypatch.setattr(kept, "_code", lambda: "changed")
+    kept._code.cache_clear()
+    monkeypatch.setattr(headstart, "__version__", "another")
     assert not load(source, tokenizer=bpe).kept
 
 
@@ -254,14 +253,14 @@ def test_the_files_used_last_remain(folder: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_launch_tokenises_once_and_a_fault_ends_every_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, calls, make = make_recipe(tmp_path, train={"steps": 1}, eval={"prompts": 1}), tmp_path / "calls", tokenise._make
+    recipe, calls = make_recipe(tmp_path, train={"steps": 1}, eval={"prompts": 1}), tmp_path / "calls"
 
     def noted(*args: Any) -> Any:
         with calls.open("a") as file:
             file.write(f"{os.environ['RANK']}\n")
-        return make(*args)
+        return in_parts(*args)
 
-    monkeypatch.setattr(tokenise, "_make", noted)
+    monkeypatch.setattr(tokenise, "in_parts", noted)
     log = tmp_path / "log.txt"
     assert Forked(2, [str(recipe), f"save.dir={tmp_path / 'out'}"], log).wait() == 0, log.read_text()[-3000:]
     assert set(calls.read_text().split()) == {"0"} and len(list(folder.iterdir())) == 1

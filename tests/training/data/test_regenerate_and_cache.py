@@ -26,7 +26,7 @@ NAME = "backbone-layers-1-3-5-6"
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[StatesServer]:
-    make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2, "taps": [1, 3, 5]}, data={"max_length": 40})
+    make_recipe(tmp_path, 6, drafter={"kind": "eagle3", "depth": 2, "taps": [1, 3, 5]}, data={"max_length": 40})
     backbone = load_backbone(str(tmp_path / "backbone"), dtype="fp32", device="cpu")
     with states_server(backbone, tmp_path / "states", (1, 3, 5, 6), NAME) as server:
         yield server
