@@ -84,7 +84,6 @@ CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Nemotron-H": ("NemotronH", {}),
     "Mamba-2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2}),
-    "Kimi-Linear": ("KimiLinear", {"num_experts_per_token": 2}),
     "Llama-4": ("Llama4Text", {}),
     "DeepSeek-V3.2, GLM-5": ("GlmMoeDsa", {}),
     "DeepSeek-V4": ("DeepseekV4", {"head_dim": 16, "qk_rope_head_dim": 2}),

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 273, "lines": 36_780, "lines of code": 25_780}
-PLUGIN_LIMITS = {"files": 21, "lines": 2_685, "lines of code": 1_956}
-TEST_LIMITS = {"lines": 36_860, "setattr": 109, "setattr of a private name": 0}
-"""Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took."""
-IMPORTED = 102
+LIMITS = {"files": 255, "lines": 36_840, "lines of code": 25_835}
+PLUGIN_LIMITS = {"files": 17, "lines": 2_655, "lines of code": 1_932}
+TEST_LIMITS = {"lines": 37_080, "setattr": 109, "setattr of a private name": 0}
+"""Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took.
+Of 1,500 lines for every model, chains (`Backbone.no_trees`) took 265: 36,575 in 253 before them."""
+IMPORTED = 96
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 DEFAULT = {"frames": 10, "folders": 14}
 """From ``main`` to the pass that drafts, with the default flags: calls, and the folders of which functions have run by then."""

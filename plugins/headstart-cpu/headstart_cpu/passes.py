@@ -82,6 +82,8 @@ def not_compilable(backbone: Backbone) -> str | None:
         return f"compiled layers are for the CPU; the model is on {backbone.device.type}"
     if backbone.dtype not in kernels.DTYPES:
         return f"the model is in {backbone.dtype}".replace("torch.", "")
+    if backbone.no_trees is not None:
+        return "its drafts are chains, which are read with transformers' own cache"
     if backbone.recurrent is not None:
         return f"{type(backbone.model).__name__} has recurrent layers"
     if backbone.rope_limit is not None:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from architectures import CHAINS, of_transformers
 from chat_run import make_chat_model
 from families import backbone, random_drafter
 from headstart_cpu import compile_model, kernels, workers
 from needs import needs_a_compiler
 
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
@@ -82,6 +83,12 @@ def test_what_cannot_be_compiled_is_said_in_one_line(arguments: list[str], messa
         status = int(ended.code or 0)
     said = capsys.readouterr().err
     assert status == 2 and message in said and "Traceback" not in said
+
+
+def test_chains_are_not_compiled() -> None:
+    on = Backbone(of_transformers({"LFM2": CHAINS["LFM2"]})[0].model())
+    with pytest.raises(UserError, match="the model cannot be compiled: its drafts are chains, which are read with transformers' own cache"):
+        compile_model.compile_model(SpeculativeModel(on), lambda line: None)
 
 
 @needs_a_compiler
