@@ -120,6 +120,8 @@ class ChainRow:
         elif all(type(layer) is DynamicLayer for layer in self.cache.layers):
             self.pending = []
             for layer in self.cache.layers:
+                if layer.keys is None:  # of Mllama's layers for images, which keep nothing of a text
+                    continue
                 layer.keys, layer.values = layer.keys[..., : self.length, :], layer.values[..., : self.length, :]
         else:
             assert self._before is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import FAMILIES, LAYERS, SIZES, backbone, build, texts, tiny
+from families import FAMILIES, LAYERS, SIZES, Scripted, backbone, build, texts, tiny
 from plain.base import Target
 from safetensors.torch import load_file, save_file
 from shrink import shrunk
@@ -20,7 +20,8 @@ from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.layers.start_values import layer_weights
-from headstart.inference.generate import load
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel, load
 from headstart.support.errors import UserError
 
 WIDE = SIZES | {"max_position_embeddings": 256}
@@ -231,9 +232,13 @@ def test_a_model_that_is_its_own_base_decodes() -> None:
         assert torch.equal(model.generate(**asked, custom_generate=heads.generate), model.generate(**asked))
 
 
-def test_cross_attention_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match="MllamaForCausalLM has layers of cross-attention to images"):
-        Backbone(mllama([1]))
+def test_layers_of_cross_attention_leave_chains() -> None:
+    model, ids = mllama([1]), texts(1, 9, seed=3)
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    own, on = model.generate(**asked), Backbone(model)
+    assert on.refusal is None and str(on.no_trees).startswith("MllamaForCausalLM has layers of cross-attention to images")
+    heads = SpeculativeModel(on, Scripted(on, own.tolist(), "nearly"), capture="off")
+    assert torch.equal(model.generate(**asked, custom_generate=heads.generate, tree=TreeShape(5, 1)), own)
 
 
 def test_one_scale_for_all_tokens_of_a_pass_is_named() -> None:

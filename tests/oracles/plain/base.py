@@ -24,6 +24,11 @@ VOCABULARY = ("d2t", "t2d")
 Shapes = dict[str, tuple[int, ...]]
 
 
+def _state(hidden: Tensor) -> Tensor:
+    """A layer's hidden states ``[T, D]``: of DeepSeek-V4's several streams ``[T, S, D]`` the mean."""
+    return hidden if hidden.ndim == 2 else hidden.mean(1)
+
+
 @dataclass(frozen=True)
 class Text:
     """Tokens and the backbone's hidden states at them."""
@@ -70,12 +75,13 @@ class Target:
         kept: dict[int, Tensor] = {}
         handles = [
             self._layers[tap - 1].register_forward_hook(
-                lambda module, args, out, tap=tap: kept.update({tap: (out[0] if isinstance(out, tuple) else out)[0]})
+                lambda module, args, out, tap=tap: kept.update({tap: _state((out[0] if isinstance(out, tuple) else out)[0])})
             )
             for tap in set(taps) - {0}
         ]
         try:
-            out = self.model.base_model(input_ids=tokens_T[None], use_cache=False, output_hidden_states=0 in taps)
+            base = self.model.base_model if self.model.base_model is not self.model else self.model.model  # the latter is Llama-4's
+            out = base(input_ids=tokens_T[None], use_cache=False, output_hidden_states=0 in taps)
         finally:
             for handle in handles:
                 handle.remove()
