@@ -45,7 +45,7 @@ def _states(value: Any) -> Any:
 
 def mixers_of(model: nn.Module) -> list[Any]:
     """Return the model's layers of Mamba-2."""
-    return [module for module in model.modules() if isinstance(vars(module).get("chunk_size"), int)]
+    return [module for module in model.modules() if {"chunk_size", "time_step_limit"} <= vars(module).keys()]
 
 
 @contextmanager
