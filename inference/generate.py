@@ -66,14 +66,14 @@ class SpeculativeModel:
     ) -> None:
         if backbone.whole and backbone.refusal is not None:
             raise UserError(backbone.refusal)
-        if backbone.no_trees is not None:
-            warn_once(f"{backbone.no_trees}: drafts are chains, verified a row at a time")
         if backbone.dependence is not None:
             warn_once(backbone.dependence)
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
         self.measured: dict[bool, dict[str, Any]] = {}
         """What the drafter's drafts were worth in its training's evaluation, greedy (False) or sampled (True), as `Acceptance.to_json`."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
+        if backbone.no_trees is not None and (drafter is not None or proposers):
+            warn_once(f"{backbone.no_trees}: drafts are chains, verified a row at a time")
         for one in self.drafters if backbone.no_trees is not None else ():
             if one.uses_backbone_cache:
                 raise UserError(f"{type(one).__name__} drafts in the model's KV cache; {backbone.no_trees}: leave it out")

@@ -41,7 +41,7 @@ class Backbone:
     """Why a token's result depends on the others of a pass, so that drafts rest and rows are decoded one at a time; None if it does not."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False, trees: bool = True) -> None:
-        """Raises UserError for a model whose trees cannot be verified; without ``trees``, `refusal` then says why."""
+        """Raises UserError for a model that verifies neither trees nor chains; without ``trees``, `refusal` then says why."""
         say_untested()
         model, self.adapter = unwrap(model)
         self.trainable: dict[str, nn.Parameter] = {}

@@ -56,10 +56,10 @@ def as_steps(mixers: Sequence[Any], positions: int) -> Iterator[None]:
     they compute whole chunks, 256 positions for a pass of a few.
     """
     before = [(mixer.chunk_size, mixer.time_step_limit) for mixer in mixers]
+    most = positions if mixers and mixers[0].A_log.device.type == "cpu" else math.inf
     try:
         for mixer, (size, _) in zip(mixers, before, strict=True):
-            on_cpu = next(mixer.parameters()).device.type == "cpu"
-            mixer.chunk_size, mixer.time_step_limit = min(positions, size) if on_cpu else size, (0.0, math.inf)
+            mixer.chunk_size, mixer.time_step_limit = min(most, size), (0.0, math.inf)
         yield
     finally:
         for mixer, (size, limit) in zip(mixers, before, strict=True):

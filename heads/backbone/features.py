@@ -7,13 +7,13 @@ Shape suffixes: B batch, T positions, D width, R anchors of a row, K depth, M an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headstart.support.pytree import map_tensors
+from headstart.support.pytree import list_tensors, map_tensors
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,21 @@ class Features:
     def newer(self, value_B1D: Tensor, before_B1D: Tensor | None) -> Tensor:
         """``value_B1D``, which follows from these features; for rows that have no tokens here ``before_B1D``, if there is one."""
         return value_B1D if before_B1D is None else torch.where(self.lengths_B[:, None, None] > 0, value_B1D, before_B1D)
+
+
+def stack_rows(parts: Sequence[Features]) -> Features:
+    """The rows of several batches as one, right-padded to the longest."""
+    lengths = [part.tokens_BT.shape[1] for part in parts]
+    if len(parts) == 1:
+        return parts[0]
+    place_1T = torch.arange(max(lengths), device=parts[0].tokens_BT.device)[None]
+    padded = []
+    for part, length in zip(parts, lengths, strict=True):
+        shape = len(part.tokens_BT), -1
+        padded.append(part.gather(place_1T.clamp(max=length - 1).expand(shape), (place_1T < length).expand(shape)))
+    columns = zip(*map(list_tensors, padded), strict=True)
+    stacked: Features = map_tensors(lambda _: torch.cat(next(columns)), padded[0])
+    return stacked
 
 
 def pick(x_BTD: Tensor, index_BN: Tensor) -> Tensor:

@@ -5,19 +5,17 @@ Shape suffixes: B batch, T positions, N candidates with the root, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.chain_cache import ChainCache, ChainRow, as_steps, mixers_of
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, stack_rows
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree
-from headstart.support.pytree import list_tensors, map_tensors
+from headstart.support.pytree import map_tensors
 
 
 def reader_of(backbone: Backbone, taps: tuple[int, ...], capturer: Capturer) -> Reader:
@@ -38,10 +36,10 @@ class ChainReader(Reader):
             cache = DynamicCache(config=self.backbone.config)
             parts.append(self._read_after(0, tokens_T[None, :length], cache))
             rows.append(ChainRow(cache, length))
-        return _padded(parts), ChainCache(rows, tokens_BT.device)
+        return stack_rows(parts), ChainCache(rows, tokens_BT.device)
 
     def tree(self, cache: ChainCache, tree: CandidateTree) -> tuple[Features, Tensor, None]:  # type: ignore[override]
-        features = _padded([self._read_chain(row, chain) for row, chain in zip(cache.rows, tree.tokens, strict=True)])
+        features = stack_rows([self._read_chain(row, chain) for row, chain in zip(cache.rows, tree.tokens, strict=True)])
         return features, self.backbone.readout(features.hidden_BTD), None
 
     def _read_chain(self, row: ChainRow, chain: list[int]) -> Features:
@@ -53,14 +51,3 @@ class ChainReader(Reader):
 
     def _read_after(self, start: int, tokens_1T: Tensor, cache: DynamicCache) -> Features:
         return self.backbone.read(tokens_1T, cache, start + self._places(tokens_1T), taps=self.taps)
-
-
-def _padded(parts: Sequence[Features]) -> Features:
-    """The features of single rows as a batch, right-padded."""
-    if len(parts) == 1:
-        return parts[0]
-    lengths = [part.tokens_BT.shape[1] for part in parts]
-    place_1T = torch.arange(max(lengths), device=parts[0].tokens_BT.device)[None]
-    padded = [part.gather(place_1T.clamp(max=length - 1), place_1T < length) for part, length in zip(parts, lengths, strict=True)]
-    columns = zip(*map(list_tensors, padded), strict=True)
-    return map_tensors(lambda _: torch.cat(next(columns)), padded[0])

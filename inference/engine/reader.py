@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features, join_features
+from headstart.heads.backbone.features import Features, join_features, stack_rows
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
 from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache
@@ -25,7 +25,7 @@ from headstart.heads.kv.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts, available
 from headstart.inference.engine.tree import CandidateTree, graph_size
-from headstart.support.pytree import list_tensors, map_tensors
+from headstart.support.pytree import map_tensors
 
 EQUAL_ROWS = 4
 """On a CPU a single row is computed as so many equal ones. oneDNN adds up the products of a single row with more than 1,024 inputs in
@@ -101,20 +101,13 @@ class Reader:
         rows: dict[int, list[int]] = {}
         for row, length in enumerate(lengths_B.tolist()):
             rows.setdefault(length, []).append(row)
-        place_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        parts, caches = [], []
-        for length, some in rows.items():
-            features, cache = self._prompts(tokens_BT[some, :length], lengths_B[some])
-            index_BT = place_1T.clamp(max=length - 1).expand(len(some), -1)
-            parts.append(features.gather(index_BT, (place_1T < length).expand(len(some), -1)))
-            caches.append(cache)
+        parts, caches = zip(*(self._prompts(tokens_BT[some, :length], lengths_B[some]) for length, some in rows.items()), strict=True)
         order = [row for some in rows.values() for row in some]
         back = sorted(range(len(order)), key=order.__getitem__)
         for cache in caches[1:]:
             caches[0].join(cache)
         caches[0].select(back)
-        columns = zip(*map(list_tensors, parts), strict=True)
-        return map_tensors(lambda _: torch.cat(next(columns))[back], parts[0]), caches[0]
+        return stack_rows(parts).rows(torch.tensor(back, device=tokens_BT.device)), caches[0]
 
     def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor, Added | None]:
         """Verify a tree: returns the features of every node, the logits ``[B, N, V]`` after it, and what `RaggedCache.keep` needs."""

@@ -136,10 +136,6 @@ class Pool:
             path.append((probs[node], node))
         return path
 
-    def best(self, nodes: int) -> list[int]:
-        """The ``nodes`` most likely nodes, root included, parents before children."""
-        return [0, *sorted(node for _, node in self.ranked()[: nodes - 1])]
-
 
 @dataclass(frozen=True)
 class CandidateTree:

@@ -40,7 +40,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def choose(self: Policy, draft: Draft) -> CandidateTree:
         nodes = chance.choice(SIZES)
-        return CandidateTree.of(draft.pools, [pool.best(nodes) for pool in draft.pools])
+        ranked = [sorted(node for _, node in pool.ranked()[: nodes - 1]) for pool in draft.pools]
+        return CandidateTree.of(draft.pools, [[0, *row] for row in ranked])
 
     monkeypatch.setattr(Policy, "choose", choose)
     return chance.seed

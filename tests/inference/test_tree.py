@@ -154,7 +154,7 @@ def test_path_probabilities_are_products_and_siblings_share() -> None:
     reach = pool.path_probs()
     assert reach[a] == pytest.approx(MAX_PROB * 0.8 / 1.5) and reach[b] == pytest.approx(MAX_PROB * 0.7 / 1.5)
     assert reach[below] == pytest.approx(reach[a] * 0.5)
-    assert pool.best(2) == [0, a] and pool.best(3) == [0, a, b] and pool.best(9) == [0, a, b, below]
+    assert [node for _, node in pool.ranked()] == [a, b, below]
 
 
 def random_pool(make: random.Random, nodes: int) -> Pool:
@@ -169,7 +169,7 @@ def test_any_beginning_of_the_ranking_is_a_tree(nodes: int) -> None:
     make = random.Random(nodes)
     for _ in range(20):
         pools = [random_pool(make, 40), random_pool(make, 12)]
-        kept = [pool.best(nodes) for pool in pools]
+        kept = [[0, *sorted(node for _, node in pool.ranked()[: nodes - 1])] for pool in pools]
         tree = CandidateTree.of(pools, kept)
         for row, pool in enumerate(pools):
             paths = paths_of(tree, row)
