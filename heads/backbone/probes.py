@@ -228,8 +228,8 @@ KINDS_OF_LAYER = ("full_attention", "sliding_attention")
 ALIBI = ("bloom", "mpt")
 """Types of models that add the distance of positions to a mask of their own."""
 REASONS = {
-    "recurrent": "their state has read every drafted token, so that it can neither branch along a tree nor be taken back",
-    "conv": "their window holds the last tokens read, so that it can neither branch along a tree nor be taken back",
+    "recurrent": "their state has read every drafted token, so that it cannot branch along a tree",
+    "conv": "their window holds the last tokens read, so that it cannot branch along a tree",
     "chunked_attention": "they attend within chunks of the text, which the masks of a tree do not follow",
 }
 """Why trees cannot be verified by layers of a kind; any other kind chooses its keys in a way that masks do not govern."""
