@@ -5,6 +5,8 @@
 # make test    the tests that are fast     make lint    ruff (rules and format), mypy, the documentation's links
 # make test-all               every test, those marked slow too (about 25 minutes on two cores), then test-versions with the oldest and the newest
 # make test-versions          of the fast tests those that depend most on other libraries: VERSIONS=oldest make test-versions, or with the `newest`
+# make test-models    every class of transformers' causal and image-text models as a tiny random one: the same text with drafts, or one line
+#              (ten minutes; goes on where it was stopped; `VERSIONS=newest make test-models` shows what a release brought)
 # make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind
 # make wheel   both wheels, in dist, and its test in an environment of its own
 # make docs    the documentation as a site, in out/site
@@ -34,7 +36,7 @@ INSTALLED := $(VENV)/.installed
 LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no
 
-.PHONY: install demo demo-smollm2 test test-all test-versions test-real test-quantized fuzz soak lint wheel docs engines test-engines
+.PHONY: install demo demo-smollm2 test test-all test-models test-versions test-real test-quantized fuzz soak lint wheel docs engines test-engines
 
 install: $(INSTALLED)
 
@@ -99,9 +101,13 @@ test-all: $(INSTALLED)
 ACROSS := heads/backbone heads/draft_model heads/hybrid heads/window inference/arguments inference/beam inference/chains inference/continued \
   inference/custom_generate inference/generate inference/lossless inference/offloaded inference/refusals inference/users_model \
   inference/users_objects inference/versions serving/export serving/import serving/verify \
-  training/adapter training/draft_model_training training/loop headstart/chat headstart/cli
+  training/adapter training/draft_model_training training/loop headstart/chat headstart/cli project/every_model
 test-versions: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(foreach one,$(ACROSS),tests/$(dir $(one))test_$(notdir $(one)).py)
+
+# The page is the pinned release's.
+test-models: $(INSTALLED)
+	$(BIN)/python tests/helpers/every_model.py --out out/every_model-$(VERSIONS).json $(if $(filter pinned,$(VERSIONS)),--page docs/families.md)
 
 # Not part of `make test`: it fetches the model (kept in out/real). Skipped, in one line, where that is not possible.
 test-real: $(INSTALLED)

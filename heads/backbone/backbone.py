@@ -83,7 +83,7 @@ class Backbone:
         probes.require_weights(self.model)
         self.postprocess = probes.find_postprocessing(self.model)
         self.dependence = probes.find_dependence(self.model)
-        tokens_1N = torch.arange(min(24, self.max_positions or 24), device=self.device)[None] % self.vocab
+        tokens_1N = probes.trial_tokens(self.model)[:, : self.max_positions].to(self.device) % self.vocab
         if self.no_trees is None:
             alike = self.dependence is None
             self.no_trees = probes.mask_refusal(self.model, self.read, tokens_1N, self.windows, self.recurrent, alike)

@@ -70,7 +70,8 @@ def as_steps(mixers: Sequence[Any], positions: int) -> Iterator[None]:
 def chain_fault(model: PreTrainedModel, read: Callable[..., Any], tokens_1N: Tensor) -> str | None:
     """Return why a model cannot verify chains; None if it can. ``read`` is `Backbone.read`.
 
-    A pass of several tokens after others must compute what passes of one do, within rounding, and a copied cache must stay as it was.
+    A pass of several tokens after others must compute what passes of one do, within rounding, a copied cache must stay as it was, and
+    positions must count from 0, as they do where none are given.
     """
     N = tokens_1N.shape[1]
     place_1N, start = torch.arange(N, device=tokens_1N.device)[None], N - SHORT
@@ -81,13 +82,15 @@ def chain_fault(model: PreTrainedModel, read: Callable[..., Any], tokens_1N: Ten
 
     try:
         cache, mixers = DynamicCache(config=model.config.get_text_config()), mixers_of(model)
-        of(0, start, cache)
+        own, given = read(tokens_1N[:, :start]).hidden_BTD, of(0, start, cache)
         copies = [copied(cache) for _ in range(3)]
         many, again = of(start, N, cache), of(start, N, copies[0])
         one, two = (torch.cat([of(at, at + n, copies[n]) for at in range(start, N, n)], 1) for n in (1, 2))
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, IndexError) as error:
         return f"nor does it go on from a copied cache ({cause(error)})"
     size, eps = one.abs().max().item(), torch.finfo(one.dtype).eps
+    if not (own - given).abs().max().item() <= max(1e-3, 8 * eps) * size:
+        return "and positions that count from 0 are not those that it takes where none are given"
     rounding, stale, apart = ((many - other).abs().max().item() for other in (two, again, one))
     if not max(rounding, stale) <= max(1e-3, 8 * eps) * size:
         return "and a pass of several tokens does not go on from the state before it"

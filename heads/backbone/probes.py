@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ def width_of(model: PreTrainedModel) -> int:
     for part, module in parts.items():
         if module is None or isinstance(module, nn.ModuleList):
             raise UserError(f"{name} does not name {part} for text, or several; heads need a model with one, perhaps that within it")
-    width = model.config.get_text_config().hidden_size
+    width: Any = getattr(model.config.get_text_config(), "hidden_size", None)
     for part, module in parts.items():
         if (own := module.weight.shape[-1]) != width:
             raise UserError(f"{name} has {part} of width {own} and layers of width {width}; heads need a model of one width")
@@ -61,13 +63,14 @@ def computes(weight: Tensor) -> bool:
 def find_dependence(model: PreTrainedModel) -> str | None:
     """Return which linear layer computes a token otherwise beside other tokens, and what follows; None if none does.
 
-    Plain layers of torch are not tried. Of others, as quantizations have them, one of each kind and size reads a token among copies of
-    itself and, in the same place, among large inputs.
+    Layers of towers and plain ones of torch are not tried. Of others, as quantizations have them, one of each kind and size reads a
+    token among copies of itself and, in the same place, among large inputs.
     """
     tried: dict[tuple[type, type, str], tuple[str, Any]] = {}
+    reads_text = {*model.get_decoder().modules(), model.get_output_embeddings()}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
-        plain = type(module) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(module)
+        plain = type(module) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(module) or module not in reads_text
         if isinstance(vars(module).get("in_features"), int) and not plain and all(map(computes, module.parameters())):
             tried.setdefault((type(module), type(weight), repr(module)), (name, module))
     embedded = model.get_input_embeddings().weight
@@ -87,6 +90,12 @@ def find_dependence(model: PreTrainedModel) -> str | None:
                 f" {share:.1%} in a test), so drafts and batches would change its text: drafts rest, and rows are decoded one at a time"
             )
     return None
+
+
+def trial_tokens(model: PreTrainedModel) -> Tensor:
+    """Return ``[1, N]`` tokens of a text to try a model with, without its padding token, for which some count no position."""
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return torch.tensor([token for token in range(1, 26) if token != padding])[None, :24]
 
 
 def mask_refusal(
@@ -116,10 +125,12 @@ def mask_refusal(
         )
     try:
         with nullcontext() if recurrent is None else recurrent.along(Branch(None, seen[None], place)):
-            beside = read(tokens_1N, None, place, dict.fromkeys(windows, seen[None])).hidden_BTD[:, -1]
-    except (TypeError, ValueError, RuntimeError):
+            mask = dict.fromkeys(windows, seen[None])
+            beside, moved = (read(tokens_1N, None, at, mask).hidden_BTD[:, -1] for at in (place, place // 2))
+        most = 1e-3 if torch.equal(beside, moved) and alone.dtype == torch.float32 else 0.05  # positions that are ignored may change little
+    except (TypeError, ValueError, RuntimeError, AssertionError):
         beside = None
-    if alike and (beside is None or (beside - alone).abs().max().item() > 0.05 * alone.abs().max().item()):
+    if alike and (beside is None or (beside - alone).abs().max().item() > most * alone.abs().max().item()):
         early, within = (read(some).hidden_BTD[:, :2] for some in (tokens_1N[:, :2], tokens_1N))
         later = (early - within).abs().max().item() > 0.005 * early.abs().max().item()
         return reads_ahead(model) if later else follows_no_mask(model)
@@ -139,44 +150,49 @@ def chain_refusal(model: PreTrainedModel, read: Callable[..., Features], tokens_
     return None if fault is None else f"{no_trees}, {fault} (transformers {transformers.__version__}); {TRAINABLE}"
 
 
-POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {
+SCALES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "none": lambda logits, value: logits,
-    "final_logit_softcapping": lambda logits, value: torch.tanh(logits / value) * value,
-    "logits_soft_cap": lambda logits, value: torch.tanh(logits / value) * value,
     "logit_scale": lambda logits, value: logits * value,
     "logits_scaling": lambda logits, value: logits / value,
     "logits_scaling (multiplied)": lambda logits, value: logits * value,
     "lm_head_multiplier": lambda logits, value: logits * value,
+    "logits_mup_width_multiplier": lambda logits, value: logits / value,
+    "output_multiplier": lambda logits, value: logits * value,
 }
+CAPS = ("none", "final_logit_softcapping", "logits_soft_cap")
+"""Fields of configurations by which models scale their logits, and by which they then cap them."""
 
 
 @torch.no_grad()
 def find_postprocessing(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Find the rule of `POSTPROCESS`, with its value in the configuration, that reproduces the model's own logits.
+    """Find the scale of `SCALES` and the cap of `CAPS`, with their values in the configuration, that reproduce the model's own logits.
 
-    Raises UserError if none does.
+    Raises UserError if none do.
     """
-    config, unembed = model.config.get_text_config().to_dict(), model.get_output_embeddings()
+    config, unembed, name = model.config.get_text_config(), model.get_output_embeddings(), type(model).__name__
     tokens = torch.arange(2, device=model.get_input_embeddings().weight.device)[None]
     try:
         logits = model(input_ids=tokens, use_cache=False).logits
-    except ValueError as error:
-        name = type(model).__name__
+    except (TypeError, ValueError) as error:
         raise UserError(f"{name} does not read text alone ({cause(error)}); heads need a model that does") from None
     raw = unembed(base_of(model)(input_ids=tokens, use_cache=False).last_hidden_state)
-    errors = {}
-    for rule, apply in POSTPROCESS.items():
-        value = config.get(rule.split(" ")[0])
-        if rule == "none" or value:
-            errors[rule, float(value or 1.0)] = (apply(raw, value).float() - logits.float()).abs().max().item()
-    best = min(errors, key=lambda rule: errors[rule])
-    if errors[best] > 2e-2 * logits.abs().max().item():
-        raise UserError(
-            f"{type(model).__name__} changes its logits in an unknown way (transformers {transformers.__version__}); "
-            f"known rules: {', '.join(POSTPROCESS)}"
-        )
-    apply, scale = POSTPROCESS[best[0]], best[1]
-    return lambda logits: apply(logits, scale)
+    if logits.shape != raw.shape:
+        raise UserError(f"{name} gives logits of shape {list(logits.shape)}, its output layer {list(raw.shape)}; heads need all tokens'")
+    rules = []
+    for scale, cap in product(SCALES, CAPS):
+        by, most = (float(getattr(config, rule.split(" ")[0], None) or 0) for rule in (scale, cap))
+        if (by or scale == "none") and (most or cap == "none"):
+            rules.append(partial(scaled, SCALES[scale], by, most))
+    best = min(rules, key=lambda rule: (rule(raw).float() - logits.float()).abs().max().item())
+    if (best(raw).float() - logits.float()).abs().max().item() > 2e-2 * logits.abs().max().item():
+        known = ", ".join([*SCALES, *CAPS[1:]])
+        raise UserError(f"{name} changes its logits in an unknown way (transformers {transformers.__version__}); known rules: {known}")
+    return best
+
+
+def scaled(scale: Callable[[Tensor, float], Tensor], by: float, most: float, logits: Tensor) -> Tensor:
+    """Return logits scaled, and capped at ``most`` if that is not 0."""
+    return torch.tanh(scale(logits, by) / most) * most if most else scale(logits, by)
 
 
 def require_weights(model: PreTrainedModel) -> None:
@@ -259,10 +275,8 @@ def follows_no_mask(model: PreTrainedModel) -> str:
 
 def reads_ahead(model: PreTrainedModel) -> str:
     """Return what is wrong with a model whose hidden states depend on tokens after them in a pass."""
-    fault = (
-        f"{type(model).__name__} computes other hidden states where more tokens follow in a pass, as with one dynamic scale for all of them"
-    )
-    return f"{fault}, so trees change its tokens; use another quantization, or none"
+    fault = f"{type(model).__name__} computes other hidden states where more tokens follow in a pass, so trees change its tokens"
+    return f"{fault}; heads need a model that attends to earlier ones only, and no quantization with one dynamic scale for a pass"
 
 
 def additive_mask(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
 
 import torch  # noqa: E402
 from architectures import Architecture, chained, refused, served  # noqa: E402
+from every_model import TITLE  # noqa: E402
 from family_checks import CHECKS, Subject  # noqa: E402
 from published import SITUATIONS, shapes, tally, templates_of  # noqa: E402
 from released_sizes import PASSED, SMALLEST  # noqa: E402
@@ -87,9 +88,9 @@ decode end with this line: a check at load finds that a pass of several tokens a
 |---|---|---|
 """
 END = """
-Models that read images or sound too are served for text as far as their language model is listed above (Gemma-3 is tested with its image
-tower in place). Encoder-decoders are refused. A model that is not listed is checked when it is loaded: whether it follows the mask of a
-tree, and how it makes its logits; if either is not known, one line says so.
+Models that read images or sound too are served for text (Gemma-3 is tested with its image tower in place). Encoder-decoders are
+refused. Every model is checked when it is loaded: whether it follows the mask of a tree, and how it makes its logits; if either is not
+known, one line says so.
 
 This page is written by `python tests/helpers/families_table.py --out docs/families.md`; tests hold every cell.
 """
@@ -143,7 +144,7 @@ def size_of(architecture: Architecture) -> str:
 
 def rows_of(text: str) -> dict[str, list[str]]:
     """First cell -> all cells of each row of the page's tables."""
-    return {cells(line)[0]: cells(line) for line in text.splitlines() if line.startswith("| ")}
+    return {cells(line)[0]: cells(line) for line in text.partition(TITLE)[0].splitlines() if line.startswith("| ")}
 
 
 def measured(architecture: Architecture) -> list[str]:
@@ -178,8 +179,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    text = page(args.out.read_text() if args.out.exists() else "", args.only)
-    args.out.write_text(text)
+    before = args.out.read_text() if args.out.exists() else ""
+    args.out.write_text(page(before, args.only) + "".join(before.partition(f"\n{TITLE}")[1:]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,217 @@
+"""Every class of transformers' causal and image-text mappings, as a tiny random model: what becomes of it here. Text alone, fp32.
+
+    python tests/helpers/every_model.py                          all that out/every_model.json does not hold yet; about ten minutes
+    python tests/helpers/every_model.py --only llama bloom       these anew
+    python tests/helpers/every_model.py --page docs/families.md  the same, then the page's section is written from what the file holds
+
+It ends with 1 if a class is at fault.
+
+A class ends in trees or in chains, every token equal; with the line that refuses it; or as a fault, which no test allows. Where
+transformers itself does not build the tiny model, or does not write with it, nothing is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import re
+import sys
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from families import Scripted, left_padded, prompts, random_drafter, say, unpadded
+from tiny_models import CAUSAL, IMAGE_TEXT, KINDS, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.proposers import made
+from headstart.support.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+LENGTH, LENGTHS = 12, (9, 14, 90)
+"""Tokens written; tokens of the prompts, the longest of which passes window, chunk and original length of the tiny models."""
+SAMPLED: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False}
+SECONDS = 300
+"""A class that takes longer is a fault."""
+TREE = TreeShape(8, 3)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a class."""
+
+    name: str
+    """Of the class, or the model type where it was not built."""
+    end: str
+    """"trees", "chains", "line", "unknown" or "fault"."""
+    text: str = ""
+    """The line, or transformers' own reason, or what differed."""
+
+
+def outcome(kind: str) -> Outcome:
+    """What becomes of the class of a model type."""
+    try:
+        model = tiny_model(kind)
+    except Exception as error:  # whatever transformers raises
+        return Outcome(kind, "unknown", first_line(error))
+    name, alone, unknown = type(model).__name__, [], ""
+    try:
+        alone = [alone_of(model, row) for row in prompts(LENGTHS)]
+    except Exception as error:
+        unknown = first_line(error)
+    try:
+        on = Backbone(model)
+        if alone:
+            same_text(on, alone)
+    except UserError as error:
+        return Outcome(name, "line", str(error))
+    except Exception as error:  # a fault of ours, which ends no other class
+        return Outcome(name, "fault", first_line(error)) if alone else Outcome(name, "unknown", unknown)
+    return Outcome(name, "unknown" if unknown else "chains" if on.no_trees else "trees", unknown)
+
+
+def first_line(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}"[:300]
+
+
+def alone_of(model: PreTrainedModel, row: Tensor) -> list[int]:
+    """The text of transformers' own greedy generate."""
+    text = model.generate(row[None], attention_mask=torch.ones_like(row)[None], **GREEDY)[0].tolist()
+    assert len(text) == len(row) + LENGTH, f"generate gave {len(text)} tokens for a prompt of {len(row)} and {LENGTH} new ones"
+    return text
+
+
+def same_text(on: Backbone, alone: list[list[int]]) -> None:
+    """With n-grams and random Medusa heads, and with drafts that are mostly right: greedy as transformers, sampled as without drafts."""
+    rows = prompts(LENGTHS)
+    random = SpeculativeModel(on, random_drafter("medusa", on, depth=2), proposers=made(["suffix", "recycling"]), capture="off")
+    right = SpeculativeModel(on, Scripted(on, alone, "nearly"), proposers=made(["suffix"]), capture="off")
+    for row, text in zip(rows, alone, strict=True):
+        for heads, tree in ((random, TREE), (random, "auto"), (right, TREE), (right, "auto")):
+            assert say(heads, {"input_ids": row[None]}, tree=tree, **GREEDY)[0].tolist() == text, f"greedy, {len(row)} tokens, {tree}"
+    for seed, row in enumerate(rows):
+        plain = say(random, {"input_ids": row[None]}, seed=seed, speculate=False, **SAMPLED)
+        assert torch.equal(say(random, {"input_ids": row[None]}, seed=seed, tree=TREE, **SAMPLED), plain), f"sampled, {len(row)} tokens"
+    batch = left_padded(rows[:2])
+    assert unpadded(say(right, batch, tree=TREE, **GREEDY), batch) == alone[:2], "two rows together"
+
+
+def in_a_child(kind: str) -> Outcome:
+    """The outcome by a process of its own, so that nothing ends the sweep."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=answer, args=(kind, theirs))
+    child.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(SECONDS) else Outcome(kind, "fault", f"no answer in {SECONDS} s")
+    except EOFError:
+        child.join()
+        return Outcome(kind, "fault", f"the process ended with {child.exitcode}")
+    finally:
+        child.kill()
+        child.join()
+
+
+def answer(kind: str, to: Connection) -> None:
+    torch.set_num_threads(1)
+    to.send(outcome(kind))
+
+
+def digest() -> str:
+    """Of transformers' release and of what decodes: results of another state are made anew."""
+    files = sorted(path for folder in ("heads", "inference") for path in (ROOT / folder).rglob("*.py"))
+    return hashlib.sha256(b"".join([transformers.__version__.encode(), *(path.read_bytes() for path in files)])).hexdigest()[:16]
+
+
+def sweep(out: Path, only: list[str]) -> dict[str, Outcome]:
+    """Model type -> outcome, by what ``out`` holds; every new outcome is written at once, so that a run that was stopped goes on."""
+    held = json.loads(out.read_text()) if out.is_file() else {}
+    if held.get("of") != digest():
+        held = {"of": digest(), "outcomes": {}}
+    for kind in only or [kind for kind in KINDS if kind not in held["outcomes"]]:
+        held["outcomes"][kind] = asdict(in_a_child(kind))
+        print(kind, *held["outcomes"][kind].values(), flush=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(held, indent=1))
+    return {kind: Outcome(**fields) for kind, fields in held["outcomes"].items()}
+
+
+TITLE = "## Every class of transformers"
+"""Of the last section of docs/families.md, which is written from here."""
+HEAD = f"""{TITLE}
+
+Every class of transformers' causal and image-text mappings as a tiny random model of its default configuration, text alone, in fp32:
+prompts of 9, 14 and 90 tokens, the last of which passes every window, chunk and original length; with n-grams and random Medusa heads,
+with drafts that are mostly right, in fixed and in adaptive shapes, sampled, and two rows together. None differs. `make test-models` does
+it anew, in some ten minutes on two cores, and writes this section.
+
+"""
+MEANS = {
+    "trees": "trees, every token equal",
+    "chains": "chains, every token equal",
+    "line": "one line",
+    "unknown": "not known: transformers does not build the tiny model, or does not write with it",
+}
+
+
+def page(outcomes: dict[str, Outcome]) -> str:
+    """The section of docs/families.md."""
+    text = HEAD + f"transformers {transformers.__version__}: {counts(outcomes)}.\n\n| | classes |\n|---|---|\n"
+    for end, meaning in MEANS.items():
+        groups: dict[str, list[str]] = {}
+        for kind in sorted(outcomes):
+            if outcomes[kind].end == end:
+                groups.setdefault(reason(outcomes[kind]), []).append(outcomes[kind].name)
+        for why, names in sorted(groups.items()):
+            classes = ", ".join(f"`{name}`" for name in sorted(set(names)))
+            text += f"| {meaning}{f': {why}' if why else ''} | {classes} |\n"
+    return text
+
+
+def counts(outcomes: dict[str, Outcome]) -> str:
+    """How many classes of each mapping are equal."""
+    said = []
+    for title, mapping in (("causal", CAUSAL), ("image-text", IMAGE_TEXT)):
+        ends = [outcomes[kind].end for kind in mapping if kind in outcomes]
+        said.append(f"of {len(ends)} {title} classes {ends.count('trees')} in trees and {ends.count('chains')} in chains")
+    return ", ".join(said)
+
+
+def reason(of: Outcome) -> str:
+    """The text without what differs from class to class."""
+    text = re.sub(rf"\b{re.escape(of.name)}\b", "the class", of.text).replace("|", "/")
+    text = re.sub(r" \(\w*DecoderLayer\)|(?<=copied cache) \(.*?\)(?= \()| \(transformers [\d.]+\)|(?<=its )\d+ ", "", text)
+    text = re.sub(r"(?<=width )\w+(?= and)", "one number", re.sub(r"(?<=width )\w+(?=;)", "another", text))
+    return text if of.end == "line" else text[:120]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "every_model.json", metavar="FILE")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TYPE", choices=KINDS)
+    parser.add_argument("--page", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    outcomes = sweep(args.out, args.only)
+    if args.page:
+        before = args.page.read_text().partition(f"\n{TITLE}")[0]
+        args.page.write_text(f"{before}\n{page(outcomes)}")
+    faults = [f"{kind}: {found.text}" for kind, found in outcomes.items() if found.end == "fault"]
+    print(f"transformers {transformers.__version__}: {counts(outcomes)}", *faults, sep="\n")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
