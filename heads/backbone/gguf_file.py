@@ -144,10 +144,15 @@ def find_gguf(path: str) -> GgufFile | None:
     file = _find(path)
     if file is None:
         return None
-    if find_spec("gguf") is None:
-        raise UserError(f"{path} is a GGUF file, which takes the package gguf: pip install 'headstart[gguf]'")
+    require_package(path)
     status = file.stat()
     return _read(file, status.st_size, status.st_mtime_ns)
+
+
+def require_package(path: str) -> None:
+    """Raise UserError without the package ``gguf``."""
+    if find_spec("gguf") is None:
+        raise UserError(f"{path} is a GGUF file, which takes the package gguf: pip install 'headstart[gguf]'")
 
 
 def _find(path: str) -> Path | None:

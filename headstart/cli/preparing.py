@@ -26,6 +26,7 @@ def add_new_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a GGUF file, a hub id, or 'embedded'")
     methods = "eagle3 (default), block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
     parser.add_argument("--method", default="eagle3", metavar="NAME", help=f"the heads: {methods}")
+    parser.add_argument("--for", dest="engine", choices=("llama.cpp",), help="eagle3 heads that this engine reads (norm_output false)")
     data = "ultrachat, sharegpt, perfectblend, mix, text, a file of rows, or a dataset's name (default: ultrachat, or text without chat)"
     parser.add_argument("--data", metavar="NAME", help=data)
     parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
@@ -59,7 +60,10 @@ def new_recipe(args: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir() and not args.overwrite:
         raise UserError(f"{out} is there already; name another file with --out, or replace it with --overwrite")
     require_writable("--out", out)
+    if args.engine is not None and args.method != "eagle3":
+        raise UserError(f"--for {args.engine} is of --method eagle3, the heads that export writes for it; got {args.method}")
     extra = {"backbone": {"trust_remote_code": True}} if args.trust_remote_code else {}
+    extra |= {"drafter": {"norm_output": False}} if args.engine is not None else {}
     proposal = propose(facts, args.method, machine, args.data).changed(extra).fitted(machine, facts.path)
     report = plan(parse(Recipe, proposal.tree), machine, args.tflops)
     write_text(out, proposal.text())

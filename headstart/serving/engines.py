@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.serving.layouts.checkpoint import METHODS
+from headstart.serving.layouts.llamacpp import FILE as GGUF
 from headstart.support.errors import UserError, did_you_mean
 
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "tgi": "TGI", "transformers": "transformers"}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "tgi": "TGI", "transformers": "transformers", "llama.cpp": "llama.cpp"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Support:
 
 NO_MODULE = "it has no module for them"
 V2_RUNNER = "needs the V2 model runner, the default on a GPU"
+OWN_CONVERTER = "it reads them as GGUF, which only its own converter writes (read in the source of build 11434)"
 BLOCK_ROW = Support("documented", "1.4.0rc1")
 
 TABLE: dict[tuple[str, str], Support | str] = {
@@ -81,10 +84,15 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("trtllm", "hydra"): NO_MODULE,
     ("tgi", "medusa"): Support("read", "commit db931fc", note="in maintenance since 2025-12"),
     ("tgi", "mlp"): Support("read", "commit db931fc", note="with tie_weights only"),
+    ("llama.cpp", "eagle3"): Support(
+        "run", "xllamacpp 2026.10.11549", note="GGUF; Llama run, other backbones read in its source; norm_output false"
+    ),
+    ("llama.cpp", "dflash"): OWN_CONVERTER,
+    ("llama.cpp", "dspark"): OWN_CONVERTER,
     ("transformers", "dflash"): Support("run", "5.20.0, 5.22.0, 5.23.0", note="by the layout dflash-hf"),
     ("transformers", "draft_model"): Support("run", "5.20.0, 5.22.0, 5.23.0"),
 }
-"""Why not, for heads that an engine never read. What is not listed for TGI and transformers is not supported."""
+"""Why not, for heads that an engine never read. What is not listed for TGI, transformers and llama.cpp is not supported."""
 
 
 def support(engine: str, method: str) -> Support | str:
@@ -204,7 +212,13 @@ def _transformers(served: Served) -> str:
     return f"model.generate(**inputs, assistant_model={load}{how})"
 
 
-LINES = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "tgi": _tgi, "transformers": _transformers}
+def _llamacpp(served: Served) -> str:
+    target = served.backbone if find_gguf(served.backbone) is not None else "BACKBONE.gguf"
+    draft = ["--spec-type", "draft-eagle3", "--spec-draft-model", f"{served.folder}/{GGUF}", "--spec-draft-n-max", str(served.depth)]
+    return shlex.join(["llama-server", "-m", target, *draft, "--spec-draft-p-min", "0"])
+
+
+LINES = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "tgi": _tgi, "transformers": _transformers, "llama.cpp": _llamacpp}
 
 
 def launch_line(engine: str, served: Served) -> str:

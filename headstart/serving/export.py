@@ -89,7 +89,8 @@ def _chosen(to: str, heads: Checkpoint) -> tuple[Layout, str | None]:
         require_engine(to, heads.method, list(held))
         layout = next(one for one in held.values() if to in one.engines)
         if reason := layout.unread(heads).get(to):
-            raise UserError(f"{ENGINES[to]} does not read {heads.path}: {reason}; --to {layout.name} writes the layout all the same")
+            advice = "" if layout.name == to else f"; --to {layout.name} writes the layout all the same"
+            raise UserError(f"{ENGINES[to]} does not read {heads.path}: {reason}{advice}")
         return layout, to
     if to not in held:
         of = ", ".join(METHODS[method] for one in layouts_of() if one.name == to for method in one.methods)
@@ -156,7 +157,7 @@ def _report(heads: Checkpoint, layout: Layout, served: Served, engine: str | Non
     reading = {name: entry for name, entry in readers(heads.method).items() if name in asked and name not in unread}
     notes = notes or ["the checkpoint's own layout, nothing changed"]
     notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
-    if find_gguf(heads.backbone) is not None:
+    if find_gguf(heads.backbone) is not None and "llama.cpp" not in asked:
         notes.append("the backbone is a GGUF file, which few engines load; the heads fit the model's safetensors too (--backbone)")
     data = recipe_section(heads.card["provenance"], "data")
     if data.get("chat_template") is not None:

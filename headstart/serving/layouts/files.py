@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.support.errors import UserError
 from headstart.support.files import atomic
 from headstart.support.hub import find_folder, inside
@@ -72,6 +73,8 @@ def read_files(path: str | Path) -> Files:
     folder = find_folder(path, "heads", DOWNLOADED)
     if left := sorted(one.name for one in folder.iterdir() if one.name.startswith(".") and one.name.endswith(".tmp")):
         raise DamagedError(f"{folder} holds the temporary file {left[0]}: writing it was interrupted (half-written); export it again")
+    if (ggufs := sorted(folder.glob("*.gguf"))) and not (folder / "config.json").exists():
+        return _of_gguf(str(path), ggufs[0])
     config = _json(folder / "config.json")
     homes: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -92,6 +95,22 @@ def read_files(path: str | Path) -> Files:
         return files
     tensors = dequantized(config, files.read())
     return replace(files, shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()}, loaded=tensors)
+
+
+def _of_gguf(path: str, file: Path) -> Files:
+    """Return the metadata of a GGUF file as the configuration, and its tensors, in the dtype in which they are stored or fp32."""
+    found = find_gguf(str(file))
+    assert found is not None
+    import gguf
+
+    tensors = {}
+    for one in gguf.GGUFReader(file).tensors:
+        whole = one.tensor_type.name.startswith("I") and one.tensor_type.name[1:].isdigit()  # not IQ4_XS
+        values = one.data if whole else gguf.quants.dequantize(one.data, one.tensor_type)
+        dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(one.tensor_type.name)
+        tensors[one.name] = torch.from_numpy(values.copy()).to(dtype)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Files(path, file.parent, found.header.metadata, shapes, dict.fromkeys(tensors, file), tensors)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -1,0 +1,157 @@
+"""EAGLE-3 as a GGUF file for llama.cpp's ``draft-eagle3`` (read in the source of build 11434, run in xllamacpp 2026.10.11549).
+
+llama.cpp drafts token ids and embeds them with the target's embedding. The draft model's tokenizer names tokens in its debug log alone, and
+without one that log aborts it: the file names them by number. ``d2t`` holds tokens, not offsets, and channels of queries and keys are in
+the order in which llama.cpp rotates a Llama's. The file is read back as the checkpoint that it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.gguf_file import require_package
+from headstart.heads.layers.layer_config import llama_like
+from headstart.serving.layouts.checkpoint import Checkpoint
+from headstart.serving.layouts.eagle3 import Eagle3, has_qk_norm
+from headstart.serving.layouts.files import DamagedError, Files, require_finite
+from headstart.serving.layouts.layout import Counting, Heads, Layout
+from headstart.serving.layouts.parts import IDS
+
+FILE = "eagle3.gguf"
+NAMES = {
+    "fc": "fc", "input_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output", "midlayer.input_layernorm": "blk.0.attn_norm",
+    "midlayer.hidden_norm": "blk.0.attn_norm_2", "midlayer.post_attention_layernorm": "blk.0.ffn_norm",
+    **{f"midlayer.self_attn.{x}_proj": f"blk.0.attn_{x}" for x in "qkv"}, "midlayer.self_attn.o_proj": "blk.0.attn_output",
+    **{f"midlayer.mlp.{x}_proj": f"blk.0.ffn_{x}" for x in ("gate", "up", "down")},
+}  # fmt: skip
+ROTATED = {"blk.0.attn_q.weight": "num_attention_heads", "blk.0.attn_k.weight": "num_key_value_heads"}
+KEYS = {
+    "vocab_size": "vocab_size", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim", "attention.value_length": "head_dim",
+    "rope.dimension_count": "head_dim", "target_hidden_size": "hidden_size", "rope.freq_base": "rope_theta",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc",
+}  # fmt: skip
+"""Keys after ``eagle3.``, and those of ``config.json`` that they hold."""
+TARGETS = (
+    "llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "gemma4", "gemma4_text",
+    "gpt_oss", "minimax_m2", "nemotron_h", "lfm2",
+)  # fmt: skip
+"""Model types of backbones whose layers llama.cpp lets heads read."""
+
+
+class LlamaCpp(Layout):
+    """Heads with one layer and three taps, which feed back the state before the final norm."""
+
+    name, title, methods, engines = "llama.cpp", "EAGLE-3 for llama.cpp", ("eagle3",), ("llama.cpp",)
+
+    def unread(self, heads: Checkpoint) -> dict[str, str]:
+        config, kind = heads.config, str(heads.card["contract"]["model_type"])
+        found = {
+            f"it cannot give heads the layers of a {kind} backbone; it can of {', '.join(TARGETS)}": kind not in TARGETS,
+            "it drafts from the state before the final norm: train with drafter.norm_output=false": config.get("norm_output"),
+            "it reads three layers of the backbone: train with three drafter.taps": len(config[IDS]) != 3,
+            "it reads one decoder layer: train with drafter.layers=1": config["num_hidden_layers"] != 1,
+            "it does not norm each tap: train with drafter.fc_norm=false": config.get("fc_norm"),
+            "it attends to all positions: train with drafter.sliding_window=null": config.get("sliding_window"),
+            "it does not norm queries and keys: train with drafter.qk_norm=false": has_qk_norm(config),
+            "it has no biases of queries, keys and values: train with drafter.layer.attention_bias=false": config.get("attention_bias"),
+            "it rotates as rope_type default or llama3 does: train with such drafter.layer.rope_parameters":
+                config["rope_parameters"]["rope_type"] not in ("default", "llama3"),
+        }  # fmt: skip
+        return {"llama.cpp": reason for reason, holds in reversed(found.items()) if holds}
+
+    def write(self, heads: Checkpoint, folder: Path) -> list[str]:
+        require_package(FILE)
+        import gguf
+
+        require_finite(heads.tensors)
+        config, tensors, writer = _flat(heads.config), heads.tensors, gguf.GGUFWriter(folder / FILE, "eagle3")
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        for key, ours in KEYS.items():
+            add[type(config[ours])](f"eagle3.{key}", config[ours])
+        writer.add_array("eagle3.target_layers", list(config[IDS]))
+        vocab = int(config["vocab_size"])
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([f"<{token}>" for token in range(vocab)])
+        writer.add_token_scores([0.0] * vocab)
+        writer.add_token_types([gguf.TokenType.NORMAL] * vocab)
+        for name, ours in ((f"{theirs}.weight", f"{ours}.weight") for ours, theirs in NAMES.items()):
+            if ours in tensors:
+                tensor = tensors[ours] if name not in ROTATED else _paired(tensors[ours], config[ROTATED[name]])
+                stored = {torch.float16: "F16", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32") if tensor.ndim > 1 else "F32"
+                kind = gguf.GGMLQuantizationType[stored]
+                writer.add_tensor(name, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
+        if config["rope_parameters"]["rope_type"] == "llama3":
+            writer.add_tensor("rope_freqs.weight", _rope_factors(config).numpy())
+        if "d2t" in tensors:
+            writer.add_tensor("d2t", (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return [f"the heads are {FILE}, with tokens by number; the target is a GGUF file of the backbone, whose tokenizer llama.cpp uses"]
+
+    def recognises(self, files: Files) -> bool:
+        return files.config.get("general.architecture") == "eagle3"
+
+    def sizes(self, files: Files) -> dict[str, Any]:
+        return {"hidden_size": files.config.get("eagle3.target_hidden_size"), "vocab_size": files.config.get("eagle3.vocab_size")}
+
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
+        missing = [key for key in ("target_layers", *KEYS) if f"eagle3.{key}" not in files.config]
+        if missing:
+            raise DamagedError(f"{files.path} has no key eagle3.{missing[0]}, which Headstart writes; export the heads again")
+        config = {ours: files.config[f"eagle3.{key}"] for key, ours in KEYS.items()} | {IDS: files.config["eagle3.target_layers"]}
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu"}
+        # Single precision in the file: the backbone's own number where it is that.
+        ours = _flat(llama_like(backbone, None).to_dict())
+        near = {key: ours[key] for key in ("rms_norm_eps", "rope_theta") if abs(ours[key] / config[key] - 1) < 1e-6}
+        config |= near
+        found, theirs = files.read(), {f"{name}.weight": f"{ours}.weight" for ours, name in NAMES.items()}
+        if (factors := found.pop("rope_freqs.weight", None)) is not None:
+            if ours["rope_parameters"]["rope_type"] != "llama3" or not torch.allclose(_rope_factors(ours), factors.float()):
+                raise DamagedError(f"{files.path}: rope_freqs.weight is not the backbone's rope_parameters; give the backbone of the heads")
+            config["rope_parameters"] = ours["rope_parameters"]
+        for name, key in ROTATED.items():
+            if name in found:
+                found[name] = _unpaired(found[name], config[key])
+        if "d2t" in found:
+            found["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
+        dtype = found["fc.weight"].dtype if "fc.weight" in found else torch.float32  # norms are stored in fp32 whatever the matrices are
+        tensors = {theirs.get(name, name): x.to(dtype) if x.ndim == 1 and x.is_floating_point() else x for name, x in found.items()}
+        shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+        return Eagle3().parse(replace(files, config=config, shapes=shapes, homes={}, loaded=tensors), backbone, "stated")
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config.json`` with numbers of the types that GGUF has and the rotary base at the top."""
+    rope = config["rope_parameters"]
+    norms = {"norm_before_fc": bool((config.get("eagle_config") or {}).get("norm_before_fc") or config.get("norm_before_fc"))}
+    return {**config, **norms, "rope_theta": float(rope["rope_theta"]), "rms_norm_eps": float(config["rms_norm_eps"])}
+
+
+def _paired(weight: Tensor, heads: int) -> Tensor:
+    """Return a projection with the two channels that are rotated together side by side in each attention head."""
+    return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _unpaired(weight: Tensor, heads: int) -> Tensor:
+    return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _rope_factors(config: Mapping[str, Any]) -> Tensor:
+    """Return what Llama 3's scaling divides each frequency by."""
+    known = {key: config[key] for key in ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")}
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**known, rope_parameters=config["rope_parameters"]), torch.device("cpu"))
+    width = config["head_dim"]
+    return config["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float) / width) / scaled
