@@ -17,7 +17,14 @@ from headstart.serving.layouts.checkpoint import METHODS
 from headstart.serving.layouts.llamacpp import FILE as GGUF
 from headstart.support.errors import UserError, did_you_mean
 
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "tgi": "TGI", "transformers": "transformers", "llama.cpp": "llama.cpp"}
+ENGINES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "trtllm": "TensorRT-LLM",
+    "tgi": "TGI",
+    "transformers": "transformers",
+    "llama.cpp": "llama.cpp",
+}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """llama.cpp in a process of its own, with xllamacpp and nothing of Headstart: a JSON request as the argument, JSON on the last line.
 
-Prompts are token ids. Drafts are chains of ``depth`` tokens, in fp32 where the files are.
+Prompts are token ids. Drafts are chains of ``depth`` tokens, named in the log on stderr.
 """
 
 import json
@@ -14,6 +14,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     params = xl.CommonParams()
     params.model.path = request["target"]
+    params.verbosity = 5  # drafts are in the debug log
     params.n_parallel, params.n_ctx, params.warmup = 1, 512, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = xl.ggml_type.GGML_TYPE_F32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_home(folder: Path) -> Path:
-    """Save a backbone and heads of every kind in a folder."""
+def make_home(folder: Path, kinds: Iterable[str] = KINDS) -> Path:
+    """Save a backbone and heads of every kind, or of these, in a folder."""
     tiny("llama").save_pretrained(folder / "backbone")
     on = load_backbone(str(folder / "backbone"))
-    for name, (kind, arguments) in KINDS.items():
+    for name in kinds:
+        kind, arguments = KINDS[name]
         drafter = random_drafter(kind, on, **arguments)
         if arguments.get("draft_vocab_size"):
             drafter.use_vocabulary(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DV])

@@ -1,0 +1,111 @@
+"""`headstart export --to llama.cpp`: keys and tensors of the GGUF file, what is refused, and the file read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from exported import DV, make_home, refused
+from families import VOCAB, random_drafter, tiny
+from gguf_models import rope_factors
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.cli.main import main
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.serving.export import Request, export
+from headstart.serving.layouts.files import PROVENANCE
+
+REFUSED = {
+    "drafter.norm_output=false": {"norm_output": True}, "three drafter.taps": {"taps": [1, 3]}, "drafter.layers=1": {"layers": 2},
+    "drafter.fc_norm=false": {"fc_norm": True}, "drafter.sliding_window=null": {"sliding_window": 8}, "drafter.qk_norm=false": {"qk_norm": True},
+    "layer.attention_bias=false": {"layer": {"attention_bias": True}},
+    "layer.rope_parameters": {"layer": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_home(tmp_path_factory.mktemp("export"), kinds=())
+
+
+def saved(home: Path, folder: Path, **arguments: Any) -> str:
+    """A folder of random heads for the backbone."""
+    drafter = random_drafter("eagle3", load_backbone(str(home / "backbone")), **{"depth": 3, "norm_output": False, **arguments})
+    if arguments.get("draft_vocab_size"):
+        drafter.use_vocabulary(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DV])
+    drafter.save_pretrained(folder)
+    return str(folder)
+
+
+def test_keys_and_tensors_are_those_of_llama_cpps_converter(home: Path, tmp_path: Path) -> None:
+    heads = saved(home, tmp_path / "heads", draft_vocab_size=DV, norm_before_fc=True, norm_before_residual=True)
+    report = export(Request(heads, "llama.cpp", tmp_path / "out"))
+    file = gguf.GGUFReader(tmp_path / "out" / "eagle3.gguf")
+    found = {name.removeprefix("eagle3."): field.contents() for name, field in file.fields.items()}
+    stored, config = load_file(tmp_path / "heads" / "model.safetensors"), json.loads((tmp_path / "heads" / "config.json").read_text())
+    heads_of = config["num_attention_heads"]
+    assert found["general.architecture"] == "eagle3" and found["target_layers"] == [1, 3, 5]
+    assert found["target_hidden_size"] == found["embedding_length"] == config["hidden_size"] and found["block_count"] == 1
+    assert found["norm_before_fc"] is found["norm_before_residual"] is True and found["vocab_size"] == VOCAB
+    assert found["attention.head_count_kv"] == config["num_key_value_heads"] and found["rope.freq_base"] == config["rope_theta"]
+    tensors = {one.name: torch.from_numpy(one.data.copy()) for one in file.tensors}
+    layer = ("attn_norm", "attn_norm_2", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    whole = ("fc.weight", "enc.output_norm.weight", "output_norm.weight", "output.weight", "d2t")
+    assert tensors.keys() == {*whole, *(f"blk.0.{name}.weight" for name in layer)}
+    assert tensors["d2t"].dtype == torch.int64 and torch.equal(tensors["d2t"], stored["t2d"].nonzero().flatten())
+    assert torch.equal(tensors["output.weight"], stored["lm_head.weight"]) and torch.equal(tensors["fc.weight"], stored["fc.weight"])
+    queries = stored["midlayer.self_attn.q_proj.weight"].view(heads_of, 2, config["head_dim"] // 2, -1)
+    assert torch.equal(tensors["blk.0.attn_q.weight"].view(heads_of, -1, 2, queries.shape[-1])[:, :, 1], queries[:, 1])
+    assert f"-m BACKBONE.gguf --spec-type draft-eagle3 --spec-draft-model {tmp_path}" in report["launch"]["llama.cpp"]["line"]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16"])
+def test_what_is_written_is_read_back(home: Path, tmp_path: Path, dtype: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    heads = saved(home, tmp_path / "heads", draft_vocab_size=DV)
+    export(Request(heads, "llama.cpp", tmp_path / "out", dtype=dtype))
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert "EQUAL" in capsys.readouterr().out
+    file = gguf.GGUFReader(tmp_path / "out" / "eagle3.gguf", "r+")
+    next(one for one in file.tensors if one.name == "blk.0.attn_k.weight").data[:] = 0
+    file.data.flush()
+    assert main(["verify", str(tmp_path / "out")]) == 1
+    assert "tensor midlayer.self_attn.k_proj.weight is not as in the original heads" in capsys.readouterr().out
+    (tmp_path / "out" / PROVENANCE).unlink()
+    with (tmp_path / "out" / "eagle3.gguf").open("r+b") as cut:
+        cut.truncate(5000)
+    assert main(["verify", str(tmp_path / "out"), "--backbone", str(home / "backbone")]) == 2
+
+
+def test_llama_3s_rotation_is_written_as_factors(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16}  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**{**tiny("llama").config.to_dict(), "rope_parameters": rope}))
+    model.save_pretrained(tmp_path / "backbone")
+    export(Request(saved(tmp_path, tmp_path / "heads"), "llama.cpp", tmp_path / "out"))
+    factors = next(one.data for one in gguf.GGUFReader(tmp_path / "out" / "eagle3.gguf").tensors if one.name == "rope_freqs.weight")
+    assert factors == pytest.approx(rope_factors(model), rel=1e-5) and max(factors) == pytest.approx(8)
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_llama_cpp_would_draft_otherwise_is_refused(home: Path, tmp_path: Path, setting: str) -> None:
+    saved(home, tmp_path / "heads", **REFUSED[setting])
+    message = refused(tmp_path, "heads", "llama.cpp", tmp_path / "out")
+    assert message.startswith("llama.cpp does not read") and setting in message and "all the same" not in message
+
+
+def test_backbones_that_give_no_layers_are_refused(tmp_path: Path) -> None:
+    tiny("gemma3").save_pretrained(tmp_path / "backbone")
+    saved(tmp_path, tmp_path / "heads")
+    assert "it cannot give heads the layers of a gemma3" in refused(tmp_path, "heads", "llama.cpp", tmp_path / "out")
+
+
+def test_a_recipe_for_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["new-recipe", "embedded", "--for", "llama.cpp", "--out", str(tmp_path / "recipe.yaml")]
+    assert main(command) == 0 and "norm_output: false" in (tmp_path / "recipe.yaml").read_text()
+    assert main([*command, "--method", "medusa", "--overwrite"]) == 2
+    assert "--for llama.cpp is of --method eagle3" in capsys.readouterr().err
