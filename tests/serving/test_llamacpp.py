@@ -22,7 +22,8 @@ from headstart.serving.layouts.files import PROVENANCE
 
 REFUSED = {
     "drafter.norm_output=false": {"norm_output": True}, "three drafter.taps": {"taps": [1, 3]}, "drafter.layers=1": {"layers": 2},
-    "drafter.fc_norm=false": {"fc_norm": True}, "drafter.sliding_window=null": {"sliding_window": 8}, "drafter.qk_norm=false": {"qk_norm": True},
+    "drafter.fc_norm=false": {"fc_norm": True}, "drafter.sliding_window=null": {"sliding_window": 8},
+    "drafter.qk_norm=false": {"qk_norm": True},
     "layer.attention_bias=false": {"layer": {"attention_bias": True}},
     "layer.rope_parameters": {"layer": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}},
 }  # fmt: skip

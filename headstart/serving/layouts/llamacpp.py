@@ -68,7 +68,8 @@ class LlamaCpp(Layout):
             "it rotates as rope_type default or llama3 does: train with such drafter.layer.rope_parameters":
                 config["rope_parameters"]["rope_type"] not in ("default", "llama3"),
         }  # fmt: skip
-        return {"llama.cpp": reason for reason, holds in reversed(found.items()) if holds}
+        reason = next((reason for reason, holds in found.items() if holds), None)
+        return {} if reason is None else {self.name: reason}
 
     def write(self, heads: Checkpoint, folder: Path) -> list[str]:
         require_package(FILE)
@@ -115,8 +116,7 @@ class LlamaCpp(Layout):
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu"}
         # Single precision in the file: the backbone's own number where it is that.
         ours = _flat(llama_like(backbone, None).to_dict())
-        near = {key: ours[key] for key in ("rms_norm_eps", "rope_theta") if abs(ours[key] / config[key] - 1) < 1e-6}
-        config |= near
+        config |= {key: ours[key] for key in ("rms_norm_eps", "rope_theta") if abs(ours[key] / config[key] - 1) < 1e-6}
         found, theirs = files.read(), {f"{name}.weight": f"{ours}.weight" for ours, name in NAMES.items()}
         if (factors := found.pop("rope_freqs.weight", None)) is not None:
             if ours["rope_parameters"]["rope_type"] != "llama3" or not torch.allclose(_rope_factors(ours), factors.float()):
