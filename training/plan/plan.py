@@ -33,8 +33,8 @@ from headstart.training.plan.duration import (
     UTILISATION,
     estimated_hours,
     live_until_cached,
-    seconds_per_step,
     step_operations,
+    trial,
     why_not_loadable,
 )
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
@@ -245,22 +245,22 @@ def _chosen(recipe: Recipe, models: FakeModels, tokens: dict[str, Any]) -> dict[
 
 
 def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: bool) -> dict[str, Any]:
-    """Return the duration of a planned run, from steps that are timed on this machine, or why it is unknown."""
+    """Return a planned run's duration and what heads will bring, from steps that are timed on this machine, or why neither is known."""
     steps = report["tokens"]["steps"]
     reason = "not asked for (--no-calibration)" if not calibrate else None
     reason = reason or ("how many steps there are depends on data that are not here" if steps is None else None)
     reason = reason or (None if machine.here else "this machine has no accelerator to time it on")
     reason = reason or (None if report["memory"]["fits"] else "it does not fit")
-    time, tried = None, live_until_cached(recipe)
+    time, gains, tried = None, None, live_until_cached(recipe)
     reason = reason or why_not_loadable(tried)
     if reason is None:
         print("timing a few steps of this recipe on this machine (--no-calibration leaves that out)", file=sys.stderr, flush=True)
         try:
-            seconds = seconds_per_step(tried, machine.processes, steps)
+            seconds, gains = trial(tried, machine.processes, steps)
             time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": tried is not recipe}
         except UserError as error:
             reason = str(error)
-    return {"time": time, "time_unavailable": reason}
+    return {"time": time, "gain": gains, "time_unavailable": reason}
 
 
 def _advice(recipe: Recipe, peak: StepMemory, report: dict[str, Any], machine: Machine) -> str:

@@ -85,7 +85,19 @@ def time_lines(report: dict[str, Any]) -> list[str]:
     notes = "" if report["machine"]["processes"] == 1 else ", measured on one process, without communication"
     if report["time"]["without_cache"]:
         notes += ", with the live backbone, since there is no feature cache yet; training from it is faster"
-    return [f"time      {duration(hours)}: {seconds:.2f} s per step{notes}; evaluations come on top"]
+    gains = [f"pays      {f'{name}: ' if name else ''}{_gain(gain)}" for name, gain in report["gain"].items()]
+    return [f"time      {duration(hours)}: {seconds:.2f} s per step{notes}; evaluations come on top", *gains]
+
+
+def _gain(gain: dict[str, Any] | str) -> str:
+    if isinstance(gain, str):
+        return f"not known here: {gain}"
+    if gain["break_even"] is None:
+        return "never on this machine, with drafts one by one: drafting and verifying takes longer than the steps it saves"
+    expected = [
+        f"{one['speedup']:.2f} x with {p:.0%} ({one['depth']} drafted, tau {one['tau']:.2f})" for p, one in gain["expected"].items()
+    ]
+    return f"from {gain['break_even']:.0%} of drafts accepted at each depth; {', '.join(expected)}; a step takes {gain['step_ms']:.1f} ms"
 
 
 def duration(hours: float) -> str:
