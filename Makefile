@@ -13,7 +13,8 @@
 # make install only the environment, in .venv
 # make fuzz    more awkward input than `make test` tries: FUZZ_EXAMPLES of every kind (500), and RANDOM_CALLS of generate (2000)
 # make test-real      every command on a released model, SmolLM2-135M-Instruct, on a CPU or a GPU (fetches 93 MB), and whether what
-#              it writes is what is trained on: 200 answers in process and 200 through a server (ROUND_TRIP=16 make test-real: fewer, sooner)
+#              it writes is what is trained on: 200 answers in process and 200 through a server (ROUND_TRIP=16 make test-real: fewer, sooner);
+#              and those that matter on the published tokenizers of Qwen3 and Gemma 3 (by npm), few layers
 # make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
 # make test-quantized models in the quantizations that load on a CPU (bitsandbytes, torchao, compressed-tensors, GPTQ ...): the text with
 #              drafts is that without, or a line says that drafts rest; in .venv-quantized (0.4 GB)
