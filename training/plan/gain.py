@@ -26,14 +26,15 @@ def gain_of(drafter: Drafter) -> dict[str, Any]:
     """Return ``step_ms`` of decoding without drafts, ``chains``: depth -> ``draft_ms`` and ``verify_ms``, and what follows.
 
     ``break_even`` is the acceptance from which on some chain is faster than no drafts, None if none is; ``expected`` has, by acceptance,
-    the best depth, its ``tau`` and ``speedup``. Raises UserError for a model that decodes with no drafts.
+    the best depth, its ``tau`` and ``speedup``. The drafter no longer trains afterwards. Raises UserError for a model that decodes with
+    no drafts.
     """
     heads = SpeculativeModel(drafter.backbone, drafter)
     depths = sorted({*(depth for depth in DEPTHS if depth < drafter.depth), drafter.depth})
-    drafter.eval()
+    drafter.eval().requires_grad_(False)  # drafts of weights in training are not captured
     steps_of(heads, 0, WARM)
-    for _ in range(2):  # in the second turn all passes are captured, where they are at all
-        times = {depth: steps_of(heads, depth, WRITTEN) for depth in (0, *depths)}
+    turns = [{depth: steps_of(heads, depth, WRITTEN) for depth in (0, *depths)} for _ in range(3)]
+    times = {depth: turns[1][depth] + turns[2][depth] for depth in turns[0]}  # by then all passes are captured, where they are at all
     (_, step), *rest = ((quick(times[depth], "draft"), quick(times[depth], "verify", "host")) for depth in times)
     chains = dict(zip(depths, rest, strict=True))
     costs = {depth: (draft + verify) / step for depth, (draft, verify) in chains.items()}
