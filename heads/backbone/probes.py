@@ -4,7 +4,7 @@ makes its logits; later, that it is still the same."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
 from typing import Any
@@ -122,15 +122,14 @@ def mask_refusal(
             f"{type(model).__name__} leaves the KV cache empty, which transformers {transformers.__version__} calls {CACHE!r}: "
             "name that argument so in the forward functions of your own"
         )
-    try:
-        with nullcontext() if recurrent is None else recurrent.along(Branch(None, seen[None], place)):
-            mask = dict.fromkeys(windows, seen[None])
-            beside, moved = (read(tokens_1N, None, at, mask).hidden_BTD[:, -1] for at in (place, place // 2))
-    except (TypeError, ValueError, RuntimeError, AssertionError):
-        beside = moved = None
-    ignored = moved is not None and (beside - moved).abs().max().item() == 0  # of positions that are, little may depend on their order
+    found: list[Tensor] = []
+    along = nullcontext() if recurrent is None else recurrent.along(Branch(None, seen[None], place))
+    with suppress(TypeError, ValueError, RuntimeError, AssertionError), along:
+        mask = dict.fromkeys(windows, seen[None])
+        found = [read(tokens_1N, None, at, mask).hidden_BTD[:, -1] for at in (place, place // 2)]
+    ignored = found and (found[0] - found[1]).abs().max().item() == 0  # of positions that are, little may depend on their order
     most = 1e-3 if ignored and alone.dtype == torch.float32 else 0.05
-    if alike and (beside is None or (beside - alone).abs().max().item() > most * alone.abs().max().item()):
+    if alike and (not found or (found[0] - alone).abs().max().item() > most * alone.abs().max().item()):
         early, within = (read(some).hidden_BTD[:, :2] for some in (tokens_1N[:, :2], tokens_1N))
         later = (early - within).abs().max().item() > 0.005 * early.abs().max().item()
         return reads_ahead(model) if later else follows_no_mask(model)

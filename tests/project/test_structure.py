@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 256, "lines": 36_943, "lines of code": 25_896}
+LIMITS = {"files": 256, "lines": 36_942, "lines of code": 25_895}
 PLUGIN_LIMITS = {"files": 17, "lines": 2_655, "lines of code": 1_932}
 TEST_LIMITS = {"lines": 37_639, "setattr": 109, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took.
