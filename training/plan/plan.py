@@ -103,7 +103,7 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[
     memory_plan = MemoryPlan(recipe, models, machine.accelerator, holds_gradients, machine.processes)
     peak = memory_plan.step(size)
     report: dict[str, Any] = {
-        "gguf": _gguf(recipe, models.backbone.dtype), "train_and_export_only": models.backbone.refusal,
+        "gguf": _gguf(recipe, models.backbone.dtype), "decoding": models.backbone.refusal,
         "machine": {"name": machine.name, "processes": machine.processes, "memory": machine.memory, "usable": machine.usable},
         "micro_batch": {"rows": size.rows, "length": size.length, "label_tokens": size.label_tokens},
         "memory": {

@@ -16,7 +16,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         f"for       {machine['processes']} x {machine['name']} of {gigabytes(machine['memory'])}{each}; "
         f"{batch['rows']} rows of {batch['length']:,} tokens per forward, {batch['label_tokens']:,} of them label tokens",
         *([] if report["gguf"] is None else [f"backbone  {report['gguf']['summary']}"]),
-        *([] if (only := report["train_and_export_only"]) is None else [f"only      {only}"]),
+        *([] if report["decoding"] is None else [f"decoding  {report['decoding']}"]),
         *_data(report),
         "",
     ]
