@@ -42,9 +42,7 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
     given = {} if shape is None else shape.model_dump(exclude_none=True)
     heads = backbone.config.num_attention_heads
     kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim")
-    if (
-        backbone.dim % heads
-    ):  # as GLM-4.5's 96 heads of 128 in 5,120 or GLM-4.7-Flash's 20 in 2,048, which engines refuse in a Llama's layer
+    if backbone.dim % heads:  # as GLM-4.5's 96 in 5,120 or GLM-4.7-Flash's 20 in 2,048, which engines refuse in a Llama's layer
         most = backbone.dim // (width or backbone.dim // heads)
         heads = next(count for count in range(most, 0, -1) if backbone.dim % count == 0)
         kv_heads = math.gcd(kv_heads, heads)

@@ -64,7 +64,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert report["disk"]["states"] > 3 * report["disk"]["heads"]
     assert report["time"] is None and "--no-calibration" in report["time_unavailable"]
     assert sum(report["memory"]["phases"][DRAFT_STEP].values()) <= report["memory"]["peak"] < 2e9
-    assert report["train_and_export_only"] is None and not (small.parent / "out").exists(), "nothing is trained"
+    assert report["decoding"] is None and not (small.parent / "out").exists(), "nothing is trained"
 
 
 @pytest.mark.slow
