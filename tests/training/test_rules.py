@@ -115,6 +115,7 @@ def test_a_shipped_recipe_plans_and_trains_on_its_shrunk_model(name: str, method
     changes += ["drafter.path=null", "drafter.layers=2"] if "path" in drafter else []
     recipe = load_recipe(ROOT / "recipes" / name / f"{method}.yaml", [
         f"backbone.path={model}", "backbone.dtype=fp32", f"data={{train: {text}, max_length: 64, eval_rows: 4}}", *changes,
+        "features.endpoint=null",
         "train.steps=2", "train.batch_size=2", "train.micro_batch=1", "train.precision=no", "eval.prompts=1", "eval.max_new_tokens=4",
         f"save.dir={tmp_path / 'out'}",
     ])  # fmt: skip
