@@ -30,6 +30,7 @@ def width_of(model: PreTrainedModel) -> int:
     for part, module in parts.items():
         if module is None or isinstance(module, nn.ModuleList):
             raise UserError(f"{name} does not name {part} for text, or several; heads need a model with one, perhaps that within it")
+    for part, module in parts.items():
         if (own := module.weight.shape[-1]) != width:
             raise UserError(f"{name} has {part} of width {own} and layers of width {width}; heads need a model of one width")
     return int(width)
