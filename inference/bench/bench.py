@@ -222,8 +222,11 @@ def _judge(judging: Judging, rows: dict[System, dict[str, Any]], by_system: dict
         for system, row in watched(rows.items(), "judging the texts", "system")
         if greedy or isinstance(system, HeadstartSystem)
     }
-    drafting = [entries[system] for system, row in rows.items() if "head" in row]
-    compare_logits(judging, drafting, entries[race.leader.system], race.groups, race.settings, race.seed)
+    drafting = [system for system, row in rows.items() if "head" in row]
+    beside = [entries[system] for system in drafting]
+    logits = compare_logits(judging, beside, entries[race.leader.system], race.groups, race.settings, race.seed)
+    for system, compared in zip(drafting, logits, strict=True):
+        rows[system]["logits"] = compared
 
 
 def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan) -> list[HeadstartSystem]:

@@ -232,8 +232,8 @@ class LogitsComparison:
 
 def compare_logits(
     judging: Judging, drafting: Sequence[Entry], ar: Entry, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int
-) -> None:
-    """Fill in ``logits``: systems beside autoregressive decoding on some of the batches ``groups``; prompt ``i`` has seed ``seed + i``."""
+) -> list[dict[str, Any]]:
+    """Compare systems with autoregressive decoding on some of the batches ``groups``; prompt ``i`` has seed ``seed + i``."""
     systems, answers = (ar, *drafting), {i: texts[0] for i, texts in ar.measured.sequences.items()}
     differing = {i: {_same(one.measured.sequences[i][0], text_T) for one in drafting} - {len(text_T)} for i, text_T in answers.items()}
     chosen = sorted(groups, key=lambda group: not any(differing[i] for i in group))[:PROMPTS]
@@ -251,8 +251,7 @@ def compare_logits(
             comparison.add_texts(texts, others)
             bar.update()
     bar.close()
-    for one, comparison in zip(drafting, found[1:], strict=True):
-        one.row["logits"] = asdict(comparison)
+    return [asdict(comparison) for comparison in found[1:]]
 
 
 def _same(tokens_T: Tensor, others_T: Tensor) -> int:

@@ -102,6 +102,14 @@ def test_real_steps_are_timed_and_nothing_is_kept(small: Path, tmp_path: Path, c
     assert set(gain["expected"]) == {"0.4", "0.6", "0.8"} and "pays      " in out
 
 
+def test_from_a_cache_the_model_is_not_loaded(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cached = ["drafter.kind=eagle3", f"cache.dir={tmp_path / 'cache'}"]
+    assert main(["cache", str(small), *cached]) == 0
+    report = planned(small, tmp_path, *cached)
+    assert report["time"]["seconds_per_step"] > 0 and "cache.dir=null" in report["gain"][""]
+    assert "pays      not known here: features come from a cache" in capsys.readouterr().out
+
+
 def test_what_acceptance_brings_follows_from_costs() -> None:
     """By hand: a chain of one at 1.25 steps, of four at 1.6, of eight at 3."""
     costs = {1: 1.25, 4: 1.6, 8: 3.0}

@@ -1,7 +1,7 @@
 """Whether heads will pay on this machine, before they are trained: untrained ones draft in the time in which trained ones do.
 
 A chain of k drafted tokens, of which each is accepted with probability p if all before it are, writes 1 + p + ... + p^k tokens in the
-time of drafting and verifying it. The best tree writes no fewer tokens a second.
+time of drafting and verifying it. A pass over several tokens is taken to last no shorter than one over a single token, which noise may say.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gain_of(drafter: Drafter) -> dict[str, Any]:
     times = {depth: turns[1][depth] + turns[2][depth] for depth in turns[0]}  # by then all passes are captured, where they are at all
     (_, step), *rest = ((quick(times[depth], "draft"), quick(times[depth], "verify", "host")) for depth in times)
     chains = dict(zip(depths, rest, strict=True))
-    costs = {depth: (draft + verify) / step for depth, (draft, verify) in chains.items()}
+    costs = {depth: draft / step + max(verify / step, 1.0) for depth, (draft, verify) in chains.items()}
     best = {p: best_chain(p, costs) for p in ACCEPTANCE}
     return {
         "step_ms": step,

@@ -19,6 +19,7 @@ import torch
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import read_end_tokens
+from headstart.inference.bench.systems import OtherPrograms
 from headstart.inference.engine.request import device_memory
 from headstart.support.errors import UserError, waiting
 from headstart.support.numeric_limits import MAX_MEMORY_GB
@@ -256,8 +257,10 @@ def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: b
     if reason is None:
         print("timing a few steps of this recipe on this machine (--no-calibration leaves that out)", file=sys.stderr, flush=True)
         try:
-            seconds, gains = trial(tried, machine.processes, steps)
+            with OtherPrograms() as others:
+                seconds, gains = trial(tried, machine.processes, steps)
             time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": tried is not recipe}
+            time["other_programs"] = others.processors
         except UserError as error:
             reason = str(error)
     return {"time": time, "gain": gains, "time_unavailable": reason}

@@ -7,6 +7,9 @@ from typing import Any
 from headstart.support.text import gigabytes
 from headstart.training.run.defaults import Chosen
 
+BUSY = 0.2
+"""Processors that other programs may keep busy beside what is timed."""
+
 
 def lines(report: dict[str, Any]) -> list[str]:
     """Return the lines of a plan's report, but for the time of its steps."""
@@ -85,6 +88,8 @@ def time_lines(report: dict[str, Any]) -> list[str]:
     notes = "" if report["machine"]["processes"] == 1 else ", measured on one process, without communication"
     if report["time"]["without_cache"]:
         notes += ", with the live backbone, since there is no feature cache yet; training from it is faster"
+    if (others := report["time"]["other_programs"]) > BUSY:
+        notes += f"; other programs used {others:.1f} processors meanwhile, so neither this nor the next line is certain"
     gains = [f"pays      {f'{name}: ' if name else ''}{_gain(gain)}" for name, gain in report["gain"].items()]
     return [f"time      {duration(hours)}: {seconds:.2f} s per step{notes}; evaluations come on top", *gains]
 
