@@ -1,4 +1,4 @@
-# make demo    train heads on the embedded backbone, measure them beside those that ship with it (5 to 8 minutes on two cores)
+# make demo    train heads on the embedded backbone, measure them beside those that ship with it (under five minutes on two idle cores)
 # make demo-smollm2   the same on a model that people know, SmolLM2-135M-Instruct: fetches it (93 MB), has it answer 98 prompts of seven tasks,
 #              trains on the answers and measures by task on 42 other prompts, in some 25 minutes on two idle cores. A run that was stopped
 #              goes on. PROMPTS=FILE MEASURED=FILE DEMO=FOLDER: your own; SETTINGS="train.epochs=4 ..." for the recipe, BENCH="--temperature 0 1"
@@ -13,7 +13,8 @@
 # make install only the environment, in .venv
 # make fuzz    more awkward input than `make test` tries: FUZZ_EXAMPLES of every kind (500), and RANDOM_CALLS of generate (2000)
 # make test-real      every command on a released model, SmolLM2-135M-Instruct, on a CPU or a GPU (fetches 93 MB), and whether what
-#              it writes is what is trained on: 200 answers in process and 200 through a server (ROUND_TRIP=16 make test-real: fewer, sooner)
+#              it writes is what is trained on: 200 answers in process and 200 through a server (ROUND_TRIP=16 make test-real: fewer, sooner);
+#              and those that matter on the published tokenizers of Qwen3 and Gemma 3 (by npm), few layers
 # make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
 # make test-quantized models in the quantizations that load on a CPU (bitsandbytes, torchao, compressed-tensors, GPTQ ...): the text with
 #              drafts is that without, or a line says that drafts rest; in .venv-quantized (0.4 GB)
@@ -50,13 +51,13 @@ $(INSTALLED): pyproject.toml plugins/headstart-cpu/pyproject.toml constraints.tx
 	@touch $@
 
 # Training in two processes of one thread each, decoding in one of two. Each run trains afresh: an earlier one would be resumed.
-# Traced: compiling takes about as long as all the rest.
+# Traced: compiling takes about as long as all the rest. Drafts of a few minutes' heads are seldom right beyond the second token.
 demo: $(INSTALLED)
 	rm -rf out/demo
-	@echo "== 1 of 2, train: EAGLE-3 for the small model that ships, 100 steps, some three minutes on two idle cores"
-	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml train.steps=100 save.dir=out/demo/eagle3
-	@echo "== 2 of 2, bench: these heads and two that ship, 6 held-out prompts in three rounds, some three minutes on two idle cores"
-	$(BIN)/headstart bench --heads embedded embedded-mlp out/demo/eagle3 --prompts recipes/quickstart/prompts.jsonl --limit 6 \
+	@echo "== 1 of 2, train: EAGLE-3 for the small model that ships, two drafts deep, 80 steps, some two minutes on two idle cores"
+	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml drafter.depth=2 train.steps=80 save.dir=out/demo/eagle3
+	@echo "== 2 of 2, bench: these heads and two that ship, 5 held-out prompts in three rounds, some two and a half minutes on two idle cores"
+	$(BIN)/headstart bench --heads embedded embedded-mlp out/demo/eagle3 --prompts recipes/quickstart/prompts.jsonl --limit 5 \
 	  --temperature 0 1 --max-new-tokens 44 --threads 2 --capture trace \
 	  --json out/demo/report.json --html out/demo/report.html
 

@@ -11,6 +11,7 @@ costly to compute is kept in recipes/figures.json: what the rules look at in eac
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import sys
@@ -33,6 +34,7 @@ MEMORY = 80
 Tree = dict[str, Any]
 
 
+@functools.cache
 def entries() -> dict[str, Tree]:
     """Return the entries of recipes/models.yaml by the folder of their recipes."""
     listed = parse_yaml((HERE / "models.yaml").read_text("utf-8"), "models.yaml")

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.model_config import empty_model
-from headstart.heads.backbone.probes import UNTRIED, decoder_layers, layer_kinds
+from headstart.heads.backbone.probes import decoder_layers, layer_kinds
 from headstart.heads.backbone.shipped import EMBEDDED
 from headstart.heads.methods import find_drafter
 from headstart.support.config import parse
@@ -65,7 +65,7 @@ FORWARD_TOKENS = 4096
 """Tokens of a forward pass, enough to keep an accelerator busy; a trained backbone keeps its activations, and has half."""
 BYTES, SHARE_OF_MEMORY = 2, 0.5
 """Of a weight in bf16; of a device's memory that the backbone may take before it is sharded."""
-SHARE_OF_ALL = 0.8
+SHARE_OF_ALL = 0.6
 """Of the memory of all devices that it may take before servers run it."""
 SERVER = "http://localhost:8000"
 """Where ``headstart serve-features`` serves hidden states by default."""
@@ -137,8 +137,6 @@ def propose(facts: ModelFacts, method: str, machine: Machine, data: str | None =
         raise UserError(f"{facts.path} has a context of {facts.context} tokens; heads need a backbone of at least {LEAST_CONTEXT}")
     part, preset = shared(method), data or ("ultrachat" if facts.chat else TEXT)
     takes_layers = "backbone" in part or method == "draft_model"
-    if facts.refusal is not None and takes_layers:
-        raise UserError(f"--method {method} takes the layers of {facts.path}; {facts.refusal}: give another method, as eagle3 or block")
     section, length = own_data(preset), min(LONG if facts.thinks else LENGTH, facts.context)
     values: Tree = {
         "backbone": {"path": facts.path}, "drafter": _drafter(facts, method, machine), "data": {**section, "max_length": length},
@@ -150,8 +148,7 @@ def propose(facts: ModelFacts, method: str, machine: Machine, data: str | None =
     if preset == TEXT and facts.packable:
         values["data"]["packing"] = True
     all_devices = SHARE_OF_ALL * machine.memory * machine.processes
-    too_large = machine.accelerator and facts.parameters * BYTES > all_devices and not takes_layers
-    if facts.refusal is not None or too_large:
+    if machine.accelerator and facts.parameters * BYTES > all_devices and not takes_layers:
         values["features"] = {"endpoint": SERVER}
     elif machine.processes > 1 and "backbone" not in part and not fits_one(facts, machine.memory):
         values["backbone"]["shard"] = True
@@ -252,13 +249,11 @@ class ModelFacts:
     vocab: int
     context: int
     packable: bool
-    """Whether several documents may share a row: not where recurrent layers run here."""
+    """Whether several documents may share a row: not where layers follow no mask."""
     chat: bool
     """Whether the tokenizer has a chat template."""
     thinks: bool
     """Whether the chat template knows reasoning before the answer."""
-    refusal: str | None = None
-    """Why heads for it are trained and exported only; None if it decodes with them too."""
 
     @property
     def name(self) -> str:
@@ -283,8 +278,8 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     return ModelFacts(
         path=path, parameters=sum(weight.numel() for weight in model.parameters()),
         layers=len(layers), width=config.hidden_size, vocab=readout.weight.shape[0], context=context or CONTEXT,
-        packable=recurrent is None, chat=tokenizer is None or bool(template),
-        thinks=any(text in template for text in THOUGHTS), refusal=None if no_trees is None else f"{no_trees}; {UNTRIED}",
+        packable=recurrent is None and no_trees is None, chat=tokenizer is None or bool(template),
+        thinks=any(text in template for text in THOUGHTS),
     )  # fmt: skip
 
 

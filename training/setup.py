@@ -150,7 +150,7 @@ def _accelerator(recipe: Recipe) -> Accelerator:
         own = {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1), "dynamo_backend": "no"}
         accelerator = Accelerator(mixed_precision=recipe.train.precision, kwargs_handlers=handlers, fsdp_plugin=plugin, **own)
     except ValueError as error:
-        raise UserError(f"train.precision={recipe.train.precision} does not work here ({error}); use no or bf16") from None
+        raise UserError(f"accelerate cannot train here (train.precision={recipe.train.precision}; no works everywhere): {error}") from None
     require_known(accelerator, plugin)
     size, processes = recipe.train.batch_size, accelerator.num_processes
     if size < processes:

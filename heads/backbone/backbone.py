@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone import model_config, probes
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
@@ -275,7 +275,7 @@ def load_backbone(
     kind = model_config.loaded_dtype(dtype, config, on)
     reading = nullcontext() if gguf is None else model_config.from_gguf(gguf, kind, config)
     with model_config.loading("backbone", path), waiting(f"loading {path}"), reading:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = model_config.auto_model(config).from_pretrained(
             **source, dtype=kind, quantization_config=model_config.quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
             attn_implementation=model_config.attention_kernel(attention), use_safetensors=True, output_loading_info=True,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel, QuantoConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, QuantoConfig
 from transformers.initialization import no_init_weights
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -99,11 +99,18 @@ def from_gguf(file: GgufFile, dtype: torch.dtype | str, config: PretrainedConfig
     return reading(file, dtype, empty_model(config, str(file.path)))
 
 
+def auto_model(config: PretrainedConfig) -> Any:
+    """Return the class that loads a model: transformers has some that read images, as Ministral-3, under no causal language model."""
+    reads_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
+    return transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
+
+
 def empty_model(config: PretrainedConfig, path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a model on the meta device, in a second and without memory: shapes only. Raises UserError if there is none."""
     try:
         with torch.device("meta"), no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=trust_remote_code)
         model.tie_weights()
         return model
     except (OSError, ValueError, ImportError, RuntimeError, TypeError, AttributeError, StrictDataclassError) as error:

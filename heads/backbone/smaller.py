@@ -80,8 +80,10 @@ def allocate(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def trainable(model: PreTrainedModel) -> Backbone:
-    """Wrap a model whose weights may be trained; `Backbone.read` then computes gradients."""
-    wrapped = Backbone(model)
+    """Wrap a model whose weights may be trained; `Backbone.read` then computes gradients. Raises UserError for one that drafts no trees."""
+    wrapped = Backbone(model, trees=False)
+    if wrapped.no_trees is not None:
+        raise UserError(f"a draft model of type {model.config.model_type!r} cannot draft in trees: {wrapped.no_trees}; use another")
     wrapped.trainable = dict(model.named_parameters())
     return wrapped
 

@@ -41,9 +41,10 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
     config: dict[str, Any] = backbone.config.to_dict()
     given = {} if shape is None else shape.model_dump(exclude_none=True)
     heads = backbone.config.num_attention_heads
-    kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim") or backbone.dim // heads
-    if backbone.dim % heads:  # as GLM-4.5's 96 heads of 128 in 5,120, which engines refuse in a Llama's layer
-        heads = max(1, backbone.dim // width)
+    kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim")
+    if backbone.dim % heads:  # as GLM-4.5's 96 in 5,120 or GLM-4.7-Flash's 20 in 2,048, which engines refuse in a Llama's layer
+        most = backbone.dim // (width or backbone.dim // heads)
+        heads = next(count for count in range(most, 0, -1) if backbone.dim % count == 0)
         kv_heads = math.gcd(kv_heads, heads)
     rope = config.get("rope_parameters")
     if not rope or "rope_type" not in rope:
@@ -51,7 +52,7 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
     own: dict[str, Any] = {
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": width,
+        "head_dim": width or backbone.dim // heads,
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
         "rope_parameters": _steady(rope),
     }
@@ -73,12 +74,15 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
 
 
 def _steady(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters with the same frequencies at every length.
+    """Return rotary parameters with the same frequencies at every length, of a kind that engines read.
 
     LongRoPE's and dynamic NTK's change within a text, and engines do not agree on when: vLLM by the longest text that it may serve.
+    Gemma-4's proportional ones are the default ones where whole heads are rotated. Ministral-3's scale of queries is no part of them.
     """
     kind = rope["rope_type"]
-    return {"rope_type": "default", "rope_theta": rope["rope_theta"]} if kind == "longrope" or "dynamic" in kind else dict(rope)
+    if kind in ("longrope", "proportional") or "dynamic" in kind:
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return {key: value for key, value in rope.items() if key != "llama_4_scaling_beta"}
 
 
 def _cause(error: Exception) -> str:

@@ -51,7 +51,7 @@ from headstart.support.terminal import watched
 TIMED = 4
 """Batches decoded once more on an accelerator for exact times of the parts of a step (synchronizing after each part costs speed)."""
 WARM_UP, WARM_UP_SECONDS = 4, 15.0
-"""Batches that warm each system up, and the seconds after which it begins no other of them."""
+"""Batches that warm up a system that captures passes (others need one), and the seconds after which it begins no other of them."""
 
 
 class Race:
@@ -108,7 +108,7 @@ class Race:
             for system in (one.system for one in self.results):
                 progress.set_postfix_str(system.name)
                 start = time.monotonic()
-                for group in self.groups[:WARM_UP]:
+                for group in self.groups[: 1 if system.capture is None else WARM_UP]:
                     if time.monotonic() - start < WARM_UP_SECONDS:
                         system.write(list(group.values()), self.settings, [self.seed + i for i in group])
                 progress.update()
@@ -222,10 +222,11 @@ def _judge(judging: Judging, rows: dict[System, dict[str, Any]], by_system: dict
         for system, row in watched(rows.items(), "judging the texts", "system")
         if greedy or isinstance(system, HeadstartSystem)
     }
-    for system, row in rows.items():
-        if "head" in row:
-            ar = entries[race.leader.system]
-            row["logits"] = compare_logits(judging, entries[system], ar, race.groups, race.settings, race.seed)
+    drafting = [system for system, row in rows.items() if "head" in row]
+    beside = [entries[system] for system in drafting]
+    logits = compare_logits(judging, beside, entries[race.leader.system], race.groups, race.settings, race.seed)
+    for system, compared in zip(drafting, logits, strict=True):
+        rows[system]["logits"] = compared
 
 
 def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan) -> list[HeadstartSystem]:

@@ -231,28 +231,27 @@ class LogitsComparison:
 
 
 def compare_logits(
-    judging: Judging, drafting: Entry, ar: Entry, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int
-) -> dict[str, Any]:
-    """Compare a system with autoregressive decoding on some of the batches ``groups``; prompt ``i`` has seed ``seed + i``."""
-    texts, others = drafting.measured.sequences, ar.measured.sequences
-    same = {i: _same(texts[i][0], others[i][0]) for group in groups for i in group}
-    first = sorted(groups, key=lambda group: all(same[i] == len(others[i][0]) for i in group))
-    found = LogitsComparison()
-    chosen = first[:PROMPTS]
-    bar = progress("comparing logits", "batch", 2 * len(chosen))
+    judging: Judging, drafting: Sequence[Entry], ar: Entry, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int
+) -> list[dict[str, Any]]:
+    """Compare systems with autoregressive decoding on some of the batches ``groups``; prompt ``i`` has seed ``seed + i``."""
+    systems, answers = (ar, *drafting), {i: texts[0] for i, texts in ar.measured.sequences.items()}
+    differing = {i: {_same(one.measured.sequences[i][0], text_T) for one in drafting} - {len(text_T)} for i, text_T in answers.items()}
+    chosen = sorted(groups, key=lambda group: not any(differing[i] for i in group))[:PROMPTS]
+    found = [LogitsComparison() for _ in systems]
+    bar = progress("comparing logits", "batch", len(systems) * len(chosen))
     for group in chosen:
-        wanted = [POSITIONS if same[i] == len(others[i][0]) else same[i] + 1 for i in group]
-        room = max(1, MOST_LOGITS // (len(group) * judging.judge.backbone.vocab))
-        needed = replace(settings, max_new_tokens=min(settings.max_new_tokens, max(wanted), room))
-        both = []
-        for one in (drafting, ar):
-            both.append(continued(one.measured.system, group, needed, seed))
-            for (i, prompt_T), (tokens_T, logits_TV) in zip(group.items(), both[-1], strict=True):
+        wanted = max([POSITIONS, *(place + 1 for i in group for place in differing[i])])
+        room, others = max(1, MOST_LOGITS // (len(group) * judging.judge.backbone.vocab)), list[Kept]()
+        needed = replace(settings, max_new_tokens=min(settings.max_new_tokens, wanted, room))
+        for one, comparison in zip(systems, found, strict=True):
+            texts = continued(one.measured.system, group, needed, seed)
+            for (i, prompt_T), (tokens_T, logits_TV) in zip(group.items(), texts, strict=True):
                 judging.add_logits(one, prompt_T, tokens_T, logits_TV, seed + i)
+            others = others or texts  # the first system's
+            comparison.add_texts(texts, others)
             bar.update()
-        found.add_texts(*both)
     bar.close()
-    return asdict(found)
+    return [asdict(comparison) for comparison in found[1:]]
 
 
 def _same(tokens_T: Tensor, others_T: Tensor) -> int:

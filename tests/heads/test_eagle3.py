@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import FAMILIES, backbone, random_drafter, read, texts, tiny
 from naive_passes import NaiveLayer, norm, part, passes
+from shrink import model_of, published, shrink
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
@@ -223,3 +224,6 @@ def test_a_width_that_is_no_multiple_of_the_attention_heads(kind: str) -> None:
     config = random_drafter(kind, on).engine_config()
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 2, 8)
     LlamaConfig.from_dict(config)
+    stated = shrink(published("glm-4.7-flash")) | {"num_attention_heads": 5, "num_key_value_heads": 5}  # and states no width of a head
+    lite = random_drafter(kind, Backbone(model_of({key: stated[key] for key in stated.keys() - {"head_dim"}}))).engine_config()
+    assert (lite["num_attention_heads"], lite["num_key_value_heads"], lite["head_dim"]) == (4, 1, 8)

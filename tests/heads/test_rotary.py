@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from families import SIZES, build, left_padded, prompts, random_drafter, say
+from shrink import shrunk
 from torch import Tensor
 from transformers import LlamaConfig, LogitsProcessorList, StoppingCriteria
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -15,6 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle3 import Eagle3
+from headstart.heads.layers.layer_config import llama_like
 from headstart.heads.mtp import partial_rotary
 from headstart.inference.engine.judge import Judge, Text
 from headstart.inference.engine.noise import row_seeds
@@ -139,3 +141,10 @@ def test_mtp_modules_rotate_the_part_that_the_backbone_rotates(kind: str) -> Non
     own_cos, own_sin = partial_rotary(LlamaConfig(**sizes, rope_parameters=rope(kind))).table(TURN, cos.device)
     torch.testing.assert_close(own_cos, cos)
     torch.testing.assert_close(own_sin.abs(), sin.abs())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gemma-4-31b-it", "default"), ("ministral-3-8b-instruct-2512", "yarn")])
+def test_heads_state_rotary_parameters_that_engines_read(name: str, kind: str) -> None:
+    """Not Gemma-4's proportional ones, nor Ministral-3's scale of queries beside them."""
+    rope = llama_like(Backbone(shrunk(name)), None).rope_parameters
+    assert rope["rope_type"] == kind and not {"llama_4_scaling_beta", "partial_rotary_factor"} & rope.keys()

@@ -39,7 +39,7 @@ class Architecture:
         if vocab is not None:
             fields |= {"vocab_size": vocab}
             if "text_config" in fields:
-                fields["text_config"]["vocab_size"] = vocab
+                fields["text_config"] |= {"vocab_size": vocab, "vocab_size_per_layer_input": vocab}
         return model_of(fields)
 
 
@@ -49,24 +49,21 @@ FROM_RECIPES = (
 )  # fmt: skip
 """The models whose architectures come first, as different as can be: the fast cells of the tests are theirs."""
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "DeepSeek-V3, R1, Kimi-K2": ("DeepseekV3", {}),
     "GLM-4 (0414)": ("Glm4", {}),
-    "GLM-4.5": ("Glm4Moe", {}),
     "Command-R": ("Cohere", {"logit_scale": 0.3}),
     "Command-R7B": ("Cohere2", {"logit_scale": 0.3}),
-    "Qwen3.5": ("Qwen3_5Text", {}),
-    "OLMo-3": ("Olmo3", {}),
     "OLMo-Hybrid": ("OlmoHybrid", {}),
     "Phi-2": ("Phi", {}),
     "StarCoder2": ("Starcoder2", {}),
     "EXAONE-4": ("Exaone4", {}),
     "ERNIE-4.5": ("Ernie4_5", {}),
     "Granite-3 MoE": ("GraniteMoe", {}),
-    "MiniMax-M2": ("MiniMaxM2", {}),
     "OPT": ("OPT", {}),
     "Falcon-7B": ("Falcon", {}),
 }
 """Title -> transformers' configuration class and fields that differ from its defaults."""
+ALIKE = {"architectures", "initializer_range", "max_window_layers", "rope_theta", "router_aux_loss_coef", "torch_dtype", "use_cache"}
+"""Fields in which models of one row of the table may differ."""
 CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("Lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 2}),
     "Granite-4": ("GraniteMoeHybrid", {"layer_types": ["mamba", "mamba", "attention"] * 2}),
@@ -101,6 +98,8 @@ CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """The same for architectures that verify chains, not trees."""
+CHAINED = {"lfm2-1.2b"}
+"""Those of the recipes."""
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniMax-01": ("MiniMax", {}),
     "Jamba": ("Jamba", {}),
@@ -114,10 +113,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 def of_the_recipes() -> list[Architecture]:
     """The models of tests/helpers/configurations, those of equal small configurations together."""
     found: dict[str, list[str]] = {}
-    names = [path.stem for path in sorted(FOLDER.glob("*.json"))]
+    names = sorted(path.stem for path in FOLDER.glob("*.json"))
     for name in [*FROM_RECIPES, *(name for name in names if name not in FROM_RECIPES)]:
-        found.setdefault(json.dumps(shrink(published(name)), sort_keys=True), []).append(name)
-    return [Architecture(tuple(models), fields) for fields, models in found.items()]
+        found.setdefault(json.dumps(kind_of(shrink(published(name))), sort_keys=True), []).append(name)
+    return [Architecture(tuple(models), json.dumps(shrink(published(models[0])), sort_keys=True)) for models in found.values()]
+
+
+def kind_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields in which architectures differ."""
+    return {key: kind_of(value) if isinstance(value, dict) else value for key, value in fields.items() if key not in ALIKE}
 
 
 def of_transformers(names: dict[str, tuple[str, dict[str, Any]]]) -> list[Architecture]:
@@ -131,12 +135,12 @@ def of_transformers(names: dict[str, tuple[str, dict[str, Any]]]) -> list[Archit
 
 @functools.cache
 def served() -> list[Architecture]:
-    return of_the_recipes() + of_transformers(OTHERS)
+    return [one for one in of_the_recipes() if one.name not in CHAINED] + of_transformers(OTHERS)
 
 
 @functools.cache
 def chained() -> list[Architecture]:
-    return of_transformers(CHAINS)
+    return [one for one in of_the_recipes() if one.name in CHAINED] + of_transformers(CHAINS)
 
 
 @functools.cache

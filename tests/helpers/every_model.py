@@ -155,7 +155,7 @@ HEAD = f"""{TITLE}
 Every class of transformers' causal and image-text mappings as a tiny random model of its default configuration, text alone, in fp32:
 prompts of 9, 14 and 90 tokens, the last of which passes every window, chunk and original length; with n-grams and random Medusa heads,
 with drafts that are mostly right, in fixed and in adaptive shapes, sampled, and two rows together. None differs. `make test-models` does
-it anew, in some ten minutes on two cores, and writes this section.
+it anew, in some eight minutes on two cores, and writes this section.
 
 """
 MEANS = {

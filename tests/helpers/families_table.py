@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from architectures import Architecture, chained, refused, served  # noqa: E402
 from every_model import TITLE  # noqa: E402
 from family_checks import CHECKS, Subject  # noqa: E402
-from published import SITUATIONS, shapes, tally, templates_of  # noqa: E402
+from published import SITUATIONS, UNTRIED, shapes, tally, templates_of  # noqa: E402
 from released_sizes import PASSED, SMALLEST  # noqa: E402
 
 from headstart.heads.backbone.backbone import Backbone  # noqa: E402
@@ -30,8 +30,10 @@ HEAD = """# Families
 Which models Headstart serves, as shown by its tests. The models are tiny and random, their configurations the published ones with
 width, depth, vocabulary and context reduced; what an architecture computes is as published: grouped keys and values, tied
 embeddings, sliding windows, soft-capping, experts, partial rotary embeddings, attention sinks, scaled embeddings and logits, hybrid
-layers. From DeepSeek-V3 on the configuration is the default one of `transformers`. The last column names the released model with whose
-published sizes all of it was done again, where a precision is named. None of it says how much faster a real model becomes.
+layers. From GLM-4 (0414) on the configuration is the default one of `transformers`. The last column names the released model with whose
+published sizes all of it was done again, where a precision is named. None of it says how much faster a real model becomes. No copy of the
+files of Qwen3.5-4B, Gemma-4-12B, GLM-4.7-Flash, Ministral-3 and the Qwen3 of July was at hand: theirs are put together from what
+public converters, tests and notes state of them.
 
 | column | what is shown, in fp32 on a CPU |
 |---|---|
@@ -129,7 +131,8 @@ def start_of(architecture: Architecture) -> list[str]:
 def tokens_of(architecture: Architecture) -> str:
     """The cell of the column of templates: how many answers are trained on as they are written."""
     names = dict.fromkeys(name for model in architecture.models for name in templates_of(model))
-    return "; ".join(f"{name}: {tally(name)[0]} of {tally(name)[1]}" for name in names) or "no chat template"
+    found = "; ".join(f"{name}: {tally(name)[0]} of {tally(name)[1]}" for name in names)
+    return found or ("not tried" if architecture.name in UNTRIED else "no chat template")
 
 
 def tail() -> str:

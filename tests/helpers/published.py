@@ -207,19 +207,23 @@ def _holds(tokens: list[int], labels: list[bool], asked: list[int], written: lis
 
 NONE = ("gpt2", "pythia-1b", "Phi-2", "StarCoder2", "OPT", "Falcon-7B")
 """Models without a chat template."""
+UNTRIED = ("glm-4.7-flash", "granite-4.1-3b", "kimi-k2.5")
+"""Models whose template has no shape here."""
 TEMPLATES: dict[str, tuple[str, ...]] = {
-    "qwen2.5": ("qwen2.5",), "qwen3-next": ("qwen2.5",), "qwen3": ("qwen3",), "Qwen3.5": ("qwen3.5",),
+    "qwen2.5": ("qwen2.5",), "qwen3": ("qwen3",), "qwen3.5": ("qwen3.5",), "qwen3.6": ("qwen3.5",), "qwen3-coder": ("qwen3-coder",),
+    "qwen3-next": ("qwen2.5",), "qwen3-235b": ("qwen2.5",), "qwen3-30b-a3b-instruct": ("qwen2.5",), "qwen3-4b-instruct": ("qwen2.5",),
+    "qwen3-4b-thinking": ("qwen3 opened",), "deepseek-v3": ("deepseek-v3.1",), "gemma-4": ("gemma-4",), "ministral-3": ("ministral-3",),
     "deepseek-r1-distill": ("deepseek-r1",), "gpt-oss": ("gpt-oss",), "llama-2": ("llama-2",), "vicuna": ("vicuna",),
     "llama-3.1": ("llama-3.1",), "llama-3.2": ("llama-3.2",), "llama-3.3": ("llama-3.1",), "gemma-2": ("gemma-2",),
     "gemma-3": ("gemma-3",), "mistral-7b": ("mistral-7b-v0.3",), "mixtral": ("mistral-7b-v0.3",), "mistral-small": ("mistral-small-3",),
     "phi-4": ("phi-4",), "granite-3": ("granite-3.3",), "Granite-3": ("granite-3.3",), "smollm2": ("smollm2",), "smollm3": ("smollm3",),
-    "olmo-2": ("olmo-2",), "OLMo-": ("olmo-3",), "falcon3": ("falcon-3",), "DeepSeek-V3": ("deepseek-v3", "deepseek-r1", "kimi-k2"),
-    "GLM-4 ": ("glm-4",), "GLM-4.5": ("glm-4.5",), "Command-R7B": ("command-r7b",), "Command-R": ("command-r",),
-    "EXAONE-4": ("exaone-4",), "ERNIE-4.5": ("ernie-4.5",), "MiniMax-M2": ("minimax-m2",),
+    "olmo-2": ("olmo-2",), "olmo-3": ("olmo-3",), "OLMo-": ("olmo-3",), "falcon3": ("falcon-3",),
+    "GLM-4 ": ("glm-4",), "glm-4.5": ("glm-4.5",), "Command-R7B": ("command-r7b",), "Command-R": ("command-r",),
+    "EXAONE-4": ("exaone-4",), "ERNIE-4.5": ("ernie-4.5",), "minimax-m2": ("minimax-m2",), "lfm2": ("lfm2",),
 }  # fmt: skip
 """Beginning of a model's name in docs/families.md -> the shapes of its template; the longest beginning counts."""
 
 
 def templates_of(model: str) -> tuple[str, ...]:
-    """The shapes of a model's chat template; none where it has none."""
-    return () if model in NONE else TEMPLATES[max((start for start in TEMPLATES if model.startswith(start)), key=len)]
+    """The shapes of a model's chat template; none where it has none, or none here."""
+    return () if model in NONE + UNTRIED else TEMPLATES[max((start for start in TEMPLATES if model.startswith(start)), key=len)]

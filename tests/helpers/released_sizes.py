@@ -14,19 +14,12 @@ LONG_FACTORS = [
     32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
 ]  # fmt: skip
 """Phi-4-mini's rotary factors beyond 4,096 positions, one for each pair of the rotated dimensions."""
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2079441541679836,
-        "beta_fast": 32, "beta_slow": 1}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SIZES: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B-Instruct": {
         "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
         "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True, "sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 21,
-    },
-    "DeepSeek-R1-Distill-Qwen-1.5B": {
-        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 131072, "rope_theta": 10000, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 21,
     },
     "Phi-4-mini-instruct": {
         "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 24,
@@ -74,13 +67,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552, "max_position_embeddings": 32768, "rope_theta": 10000.0,
         "partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     },
-    "GLM-4.5-Air": {
-        "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46,
-        "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "max_position_embeddings": 131072,
-        "rope_theta": 1000000, "partial_rotary_factor": 0.5, "attention_bias": True, "n_routed_experts": 128, "n_shared_experts": 1,
-        "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": False, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
     "aya-expanse-8b": {
         "model_type": "cohere", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 256000, "max_position_embeddings": 8192, "rope_theta": 10000, "logit_scale": 0.125,
@@ -95,11 +81,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "vocab_size": 248320, "max_position_embeddings": 262144,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}, "tie_word_embeddings": True,
-    },
-    "Olmo-3-7B-Instruct": {
-        "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "vocab_size": 100278, "max_position_embeddings": 65536, "rope_theta": 500000, "rope_scaling": YARN,
-        "sliding_window": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     },
     "Olmo-Hybrid-7B": {"model_type": "olmo_hybrid"},
     "phi-1_5": {
@@ -128,11 +109,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 6.0,
         "residual_multiplier": 0.22, "tie_word_embeddings": True,
     },
-    "MiniMax-M2": {
-        "model_type": "minimax_m2", "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48,
-        "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8,
-        "vocab_size": 200064, "max_position_embeddings": 196608, "rope_theta": 5000000, "use_qk_norm": True, "tie_word_embeddings": False,
-    },
     "opt-125m": {
         "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50272,
         "max_position_embeddings": 2048, "word_embed_proj_dim": 768, "dropout": 0.1,
@@ -155,10 +131,9 @@ SMALLEST = {
     "qwen3-1.7b": "qwen3-0.6b",
     "qwen3-4b": "qwen3-0.6b",
     "qwen3-32b": "qwen3-0.6b",
-    "qwen3-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-235b-a22b-instruct-2507": "qwen3-30b-a3b",
     "qwen3-next-80b-a3b-instruct": "qwen3-next-80b-a3b-instruct",
     "qwen2.5-7b-instruct": "Qwen2.5-0.5B-Instruct",
-    "deepseek-r1-distill-qwen-7b": "DeepSeek-R1-Distill-Qwen-1.5B",
     "gemma-3-1b-it": "gemma-3-1b-it",
     "gemma-3-4b-it": "gemma-3-4b-it",
     "gemma-3-12b-it": "gemma-3-4b-it",
@@ -173,20 +148,32 @@ SMALLEST = {
     "granite-3.3-8b-instruct": "granite-3.3-2b-instruct",
     "olmo-2-1124-7b-instruct": "OLMo-2-0425-1B-Instruct",
     "smollm3-3b": "smollm3-3b",
-    "DeepSeek-V3, R1, Kimi-K2": "Moonlight-16B-A3B-Instruct",
+    "deepseek-v3.1": "Moonlight-16B-A3B-Instruct",
+    "kimi-k2.5": "Moonlight-16B-A3B-Instruct",
+    "gemma-4-12b-it": "gemma-4-12b-it",
+    "gemma-4-26b-a4b-it": "gemma-4-26b-a4b-it",
+    "gemma-4-31b-it": "gemma-4-e4b-it",
+    "gemma-4-e4b-it": "gemma-4-e4b-it",
+    "glm-4.5-air": "glm-4.5-air",
+    "glm-4.7-flash": "glm-4.7-flash",
+    "granite-4.1-3b": "granite-3.3-2b-instruct",
+    "minimax-m2": "minimax-m2",
+    "ministral-3-3b-instruct-2512": "ministral-3-3b-instruct-2512",
+    "ministral-3-8b-instruct-2512": "ministral-3-3b-instruct-2512",
+    "olmo-3-7b-instruct": "olmo-3-7b-instruct",
+    "qwen3.5-4b": "Qwen3.5-0.8B",
+    "qwen3.5-9b": "Qwen3.5-0.8B",
+    "qwen3.6-27b": "Qwen3.5-0.8B",
+    "qwen3.6-35b-a3b": "qwen3.6-35b-a3b",
     "GLM-4 (0414)": "GLM-4-9B-0414",
-    "GLM-4.5": "GLM-4.5-Air",
     "Command-R": "aya-expanse-8b",
     "Command-R7B": "c4ai-command-r7b-12-2024",
-    "Qwen3.5": "Qwen3.5-0.8B",
-    "OLMo-3": "Olmo-3-7B-Instruct",
     "OLMo-Hybrid": "Olmo-Hybrid-7B",
     "Phi-2": "phi-1_5",
     "StarCoder2": "starcoder2-3b",
     "EXAONE-4": "EXAONE-4.0-1.2B",
     "ERNIE-4.5": "ERNIE-4.5-0.3B-PT",
     "Granite-3 MoE": "granite-3.0-1b-a400m-instruct",
-    "MiniMax-M2": "MiniMax-M2",
     "OPT": "opt-125m",
     "Falcon-7B": "falcon-7b",
 }
@@ -194,10 +181,10 @@ SMALLEST = {
 BF16 = (
     "smollm2-135m-instruct", "Qwen2.5-0.5B-Instruct", "gpt2", "Qwen3.5-0.8B", "granite-3.3-2b-instruct", "granite-3.0-1b-a400m-instruct",
     "pythia-70m", "opt-125m", "ERNIE-4.5-0.3B-PT", "qwen3-0.6b", "Falcon3-1B-Instruct", "OLMo-2-0425-1B-Instruct", "phi-1_5",
-    "llama-3.2-1b-instruct", "gemma-3-1b-it", "DeepSeek-R1-Distill-Qwen-1.5B", "EXAONE-4.0-1.2B", "qwen3-30b-a3b", "smollm3-3b",
+    "llama-3.2-1b-instruct", "gemma-3-1b-it", "EXAONE-4.0-1.2B", "qwen3-30b-a3b", "smollm3-3b",
     "qwen3-next-80b-a3b-instruct", "gemma-2-2b-it", "gemma-3-4b-it", "starcoder2-3b",
-    "Phi-4-mini-instruct", "MiniMax-M2", "gpt-oss-20b", "Moonlight-16B-A3B-Instruct", "Olmo-3-7B-Instruct", "llama-2-7b-chat-hf",
-    "mistral-7b-instruct-v0.3", "mixtral-8x7b-instruct-v0.1", "falcon-7b", "GLM-4.5-Air", "GLM-4-9B-0414", "Olmo-Hybrid-7B",
+    "Phi-4-mini-instruct", "minimax-m2", "gpt-oss-20b", "Moonlight-16B-A3B-Instruct", "olmo-3-7b-instruct", "llama-2-7b-chat-hf",
+    "mistral-7b-instruct-v0.3", "mixtral-8x7b-instruct-v0.1", "falcon-7b", "glm-4.5-air", "GLM-4-9B-0414", "Olmo-Hybrid-7B",
     "c4ai-command-r7b-12-2024", "aya-expanse-8b",
 )  # fmt: skip
 FP32 = ("smollm2-135m-instruct",)

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from families import SILENT, shake
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from headstart.heads.backbone.model_config import auto_model
 
 FOLDER = Path(__file__).parent / "configurations"
 VOCAB, LAYERS, WIDTH, HEADS, HEAD = 61, 6, 32, 4, 8
@@ -28,12 +30,15 @@ SIZES: dict[str, int] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_expand": 2, "lru_width": 32,
     "attention_chunk_size": 24, "initial_context_length": 64, "original_max_position_embeddings": 64, "max_window_layers": 2,
-    "word_embed_proj_dim": 32, "attention_window_size": 16, "rotary_dim": 4,
+    "word_embed_proj_dim": 32, "attention_window_size": 16, "rotary_dim": 4, "block_ff_dim": 48, "block_multiple_of": 16, "conv_dim": 32,
+    "global_head_dim": 32, "num_global_key_value_heads": 1, "top_k_experts": 2, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 """Fields of one size in every small model."""
 IMAGES: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
-    "projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16,
+    "projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16, "head_dim": 8, "global_head_dim": 8, "mm_embed_dim": 16,
+    "num_key_value_heads": 2, "model_patch_size": 24, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "position_embedding_size": 64,
+    "mm_hidden_size": 16, "text_hidden_size": 32,
 }  # fmt: skip
 """The vision tower of a model that reads images too."""
 DROPPED = {"_name_or_path", "quantization_config", "torch_dtype", "dtype", "auto_map", "cache_implementation", "transformers_version"}
@@ -53,10 +58,13 @@ def shrink(configuration: dict[str, Any], vocab: int = VOCAB, layers: int = LAYE
         small[key] = 0 if key == "pad_token_id" else None if key in ("bos_token_id", "eos_token_id") else vocab - 1
     if "text_config" in small:
         if "vision_config" in small:
-            small["vision_config"] |= {key: size for key, size in IMAGES.items() if key in small["vision_config"]}
+            stated = small["vision_config"]  # Kimi-K2.5's begin with vt_, where transformers reads the plain names
+            small["vision_config"] = stated | {key: size for key, size in IMAGES.items() if {key, f"vt_{key}"} & stated.keys()}
+        small |= {"audio_config": None} if "audio_config" in small else {}
         return small | {"mm_tokens_per_image": 4, "text_config": shrink(small["text_config"], vocab, layers)}
     head = head_width(configuration)
     small |= {key: size for key, size in SIZES.items() if small.get(key)}
+    small |= {"vocab_size_per_layer_input": vocab} if "vocab_size_per_layer_input" in small else {}
     small |= {"vocab_size": vocab, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     for name, size in (("hidden_size", WIDTH), ("num_hidden_layers", layers), ("num_attention_heads", HEADS)):
         small[next((other for other in NAMES[name] if other in small), name)] = size
@@ -68,6 +76,8 @@ def shrink(configuration: dict[str, Any], vocab: int = VOCAB, layers: int = LAYE
     small |= {key: POSITIONS for key in ("max_position_embeddings", "n_positions", "n_ctx") if small.get(key)}
     small |= {key: WINDOW for key in ("sliding_window", "sliding_window_size") if small.get(key)}
     small |= {key: value[:layers] for key, value in small.items() if isinstance(value, list) and len(value) == depth(configuration)}
+    if small.get("num_kv_shared_layers"):  # the second half has the keys and values of the first, where each kind is
+        small |= {"num_kv_shared_layers": layers // 2, "layer_types": (["sliding_attention", "full_attention"] * layers)[:layers]}
     for rope in (small.get("rope_scaling"), small.get("rope_parameters")):
         shrink_rope(rope or {})
     if "attention_multiplier" in small:  # Granite's scale of scores: one over the width of a head
@@ -100,7 +110,7 @@ def model_of(configuration: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """A model with random weights that make its output varied."""
     config = AutoConfig.for_model(**configuration)
     torch.manual_seed(seed)  # some parameters keep what the library draws for them
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = auto_model(config).from_config(config).eval()
     torch.manual_seed(seed)
     shake(model, 2.2)
     table = model.get_input_embeddings()

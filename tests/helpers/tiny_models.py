@@ -12,10 +12,12 @@ import transformers
 from architectures import CHAINS, REFUSED
 from families import SILENT, shake
 from shrink import DROPPED, LAYERS, SIZES, VOCAB, WIDTH, shrink
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT
+
+from headstart.heads.backbone.model_config import auto_model
 
 Fields = dict[str, Any]
 KINDS = list(dict.fromkeys([*CAUSAL, *IMAGE_TEXT]))
@@ -41,7 +43,7 @@ DECODER = sizes(
     decoder_attention_heads__encoder_attention_heads__num_decoder_attention_heads__num_encoder_attention_heads__attention_heads=4,
     decoder_ffn_dim__encoder_ffn_dim__ffn_dim__dim_ff__dff=48,
     linear_head_dim=8, linear_num_heads=4, index_n_heads=16, index_head_dim=8, index_topk=8, embedding_dim=WIDTH,
-    moe_topk__num_experts_per_token__num_expert_group=2, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8,
+    moe_topk__num_experts_per_token__num_expert_group=2, hidden_size_per_layer_input=8,
 )  # fmt: skip
 """Of what writes text, beside those of `shrink`."""
 UNSET = {"head_dim": 8, "num_key_value_heads": 4}
@@ -64,11 +66,7 @@ CHANGES: dict[str, Fields] = KNOWN | {
     "dots3_note": {"text_config": {"head_dim": 12}, "vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH}},
     "dots3_note_text": {"head_dim": 12},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 16], "rope_parameters": {"mrope_section": [1, 1, 2]}}},
-    "gemma3n_text": {
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
-    },
+    "gemma3n_text": {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0]},
     "glm5_next": {"text_config": {"index_kpool": 4}},
     "glm46v": {"text_config": SECTIONS},
     "glm4v": {"text_config": SECTIONS},
@@ -101,10 +99,9 @@ CHANGES: dict[str, Fields] = KNOWN | {
 
 def tiny_model(kind: str) -> PreTrainedModel:
     """A model of the type ``kind`` with random weights that make its output varied, fp32, without special tokens."""
-    auto = AutoModelForCausalLM if kind in CAUSAL else AutoModelForImageTextToText
     config = AutoConfig.for_model(**merged(small(CONFIG_MAPPING[kind]().to_dict()), CHANGES.get(kind, {})))
     torch.manual_seed(0)  # some parameters keep what the library draws for them
-    model = auto.from_config(config).eval()
+    model = auto_model(config).from_config(config).eval()
     torch.manual_seed(0)
     shake(model, 2.2)
     model.generation_config = GenerationConfig(**SILENT)

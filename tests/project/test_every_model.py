@@ -9,7 +9,7 @@ import pytest
 import transformers
 from every_model import MEANS, TITLE, outcome, same_text
 from families import prompts
-from tiny_models import KINDS, tiny_model
+from tiny_models import CAUSAL, IMAGE_TEXT, KINDS, tiny_model
 
 from headstart.heads.backbone.backbone import Backbone
 
@@ -50,3 +50,5 @@ def test_the_page_holds_every_class() -> None:
     counted = [int(number) for number in re.findall(r"\d+", PAGE.partition("transformers ")[2].partition(": ")[2].partition(".")[0])]
     (causal, trees, chains), (image_text, image_trees, image_chains) = counted[:3], counted[3:]
     assert trees + chains >= 0.75 * causal and image_trees + image_chains >= 0.6 * image_text
+    if f"transformers {transformers.__version__}:" in PAGE:
+        assert (causal, image_text) == (len(CAUSAL), len(IMAGE_TEXT))

@@ -45,4 +45,4 @@ def test_every_other_method_on_a_released_size(kind: str) -> None:
 def test_every_row_of_the_table_has_a_released_size_of_its_class() -> None:
     assert set(SMALLEST) == {one.name for one in served()}
     for one in served():
-        assert configuration(SMALLEST[one.name]).model_type == one.configuration["model_type"], one.name
+        assert configuration(SMALLEST[one.name]).get_text_config().model_type == one.model().config.get_text_config().model_type, one.name

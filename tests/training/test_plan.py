@@ -18,6 +18,7 @@ from headstart.support.errors import UserError
 from headstart.training.data.kept import Splits
 from headstart.training.features.source import LiveFeatures
 from headstart.training.plan.fake_model import make_fake_models
+from headstart.training.plan.gain import best_chain, tau
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.plan.memory_counter import MemoryCounter
 from headstart.training.plan.plan import disk, largest, read_data
@@ -63,7 +64,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert report["disk"]["states"] > 3 * report["disk"]["heads"]
     assert report["time"] is None and "--no-calibration" in report["time_unavailable"]
     assert sum(report["memory"]["phases"][DRAFT_STEP].values()) <= report["memory"]["peak"] < 2e9
-    assert not (small.parent / "out").exists(), "nothing is trained"
+    assert report["decoding"] is None and not (small.parent / "out").exists(), "nothing is trained"
 
 
 @pytest.mark.slow
@@ -94,7 +95,28 @@ def test_real_steps_are_timed_and_nothing_is_kept(small: Path, tmp_path: Path, c
     report = planned(small, tmp_path)
     assert report["time"]["seconds_per_step"] > 0
     assert report["time"]["hours"] == pytest.approx(12 * report["time"]["seconds_per_step"] / 3600)
-    assert "s per step" in capsys.readouterr().out and not (small.parent / "out").exists()
+    out = capsys.readouterr().out
+    assert "s per step" in out and not (small.parent / "out").exists()
+    [gain] = report["gain"].values()
+    assert gain["step_ms"] > 0 and all(parts["verify_ms"] > 0 for parts in gain["chains"].values())
+    assert set(gain["expected"]) == {"0.4", "0.6", "0.8"} and "pays      " in out
+
+
+def test_from_a_cache_the_model_is_not_loaded(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cached = ["drafter.kind=eagle3", f"cache.dir={tmp_path / 'cache'}"]
+    assert main(["cache", str(small), *cached]) == 0
+    report = planned(small, tmp_path, *cached)
+    assert report["time"]["seconds_per_step"] > 0 and "cache.dir=null" in report["gain"][""]
+    assert "pays      not known here: features come from a cache" in capsys.readouterr().out
+
+
+def test_what_acceptance_brings_follows_from_costs() -> None:
+    """By hand: a chain of one at 1.25 steps, of four at 1.6, of eight at 3."""
+    costs = {1: 1.25, 4: 1.6, 8: 3.0}
+    assert best_chain(0.4, costs) == (1, pytest.approx(1.4 / 1.25))
+    assert best_chain(0.8, costs) == (4, pytest.approx((1 + 0.8 + 0.64 + 0.512 + 0.4096) / 1.6))
+    assert best_chain(0.0, costs) == (1, pytest.approx(0.8)), "nothing accepted: the cheapest chain, slower than without drafts"
+    assert tau(1.0, 4) == 5 and best_chain(1.0, costs)[0] == 4, "nine tokens in three steps are fewer than five in 1.6"
 
 
 def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from headstart.training.setup import prepare
 
 ROOT = Path(__file__).parents[2]
 GPU = Machine(True, 1, 80_000_000_000, "accelerator", False)
-FEW = (("gpt2", "medusa"), ("gpt2", "medusa2"), ("qwen3-0.6b", "eagle3"), ("gemma-2-9b-it", "block"))
+FEW = (("gpt2", "medusa"), ("gpt2", "medusa2"), ("ministral-3-3b-instruct-2512", "eagle3"), ("gemma-2-9b-it", "block"))
 """Shipped recipes that are tried in every run of the tests; the others are slow."""
 PROMISED = (
     "vicuna-7b-v1.5 vicuna-13b-v1.5 llama-2-7b-chat-hf llama-3.1-8b-instruct llama-3.2-1b-instruct llama-3.2-3b-instruct "
@@ -34,7 +34,10 @@ PROMISED = (
     "qwen2.5-coder-7b-instruct qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b qwen3-32b qwen3-30b-a3b qwen3-next-80b-a3b-instruct "
     "gemma-2-9b-it gemma-3-1b-it gemma-3-4b-it gemma-3-12b-it phi-4 gpt-oss-20b gpt-oss-120b deepseek-r1-distill-llama-8b "
     "deepseek-r1-distill-qwen-7b smollm2-135m-instruct smollm2-360m-instruct smollm2-1.7b-instruct smollm3-3b "
-    "olmo-2-1124-7b-instruct granite-3.3-8b-instruct falcon3-7b-instruct gpt2 pythia-1b"
+    "olmo-2-1124-7b-instruct granite-3.3-8b-instruct falcon3-7b-instruct gpt2 pythia-1b qwen3.5-4b qwen3.5-9b qwen3.6-27b qwen3.6-35b-a3b "
+    "gemma-4-e4b-it gemma-4-12b-it gemma-4-26b-a4b-it gemma-4-31b-it qwen3-4b-instruct-2507 qwen3-4b-thinking-2507 "
+    "qwen3-30b-a3b-instruct-2507 qwen3-coder-30b-a3b-instruct qwen3-235b-a22b-instruct-2507 ministral-3-3b-instruct-2512 "
+    "ministral-3-8b-instruct-2512 glm-4.5-air glm-4.7-flash olmo-3-7b-instruct granite-4.1-3b lfm2-1.2b minimax-m2 kimi-k2.5 deepseek-v3.1"
 ).split()
 
 
@@ -112,6 +115,7 @@ def test_a_shipped_recipe_plans_and_trains_on_its_shrunk_model(name: str, method
     changes += ["drafter.path=null", "drafter.layers=2"] if "path" in drafter else []
     recipe = load_recipe(ROOT / "recipes" / name / f"{method}.yaml", [
         f"backbone.path={model}", "backbone.dtype=fp32", f"data={{train: {text}, max_length: 64, eval_rows: 4}}", *changes,
+        "features.endpoint=null",
         "train.steps=2", "train.batch_size=2", "train.micro_batch=1", "train.precision=no", "eval.prompts=1", "eval.max_new_tokens=4",
         f"save.dir={tmp_path / 'out'}",
     ])  # fmt: skip

@@ -8,10 +8,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from forked import Forked
+from packaging.version import Version
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -160,12 +162,20 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "launched with FSDP version 1; training supports version 2" in capsys.readouterr().err
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert main([str(recipe), "train.steps=1"]) == 0  # one process has nothing to shard
+
+
+@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.13"), reason="accelerate before 1.13 trains these together")
+def test_training_each_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    AcceleratorState._reset_state(True)
-    assert main([str(recipe)]) == 2
+    assert main([str(make_recipe(tmp_path, 6))]) == 2
     assert "2 processes were started and found no accelerator, so each would train alone" in capsys.readouterr().err
+
+
+def test_processes_that_cannot_meet_are_refused(tmp_path: Path) -> None:
+    run = Forked(1, [str(make_recipe(tmp_path, 6))], log := tmp_path / "log", WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="")
+    assert run.wait() == 2 and "error: accelerate cannot train here" in log.read_text() and "MASTER_ADDR" in log.read_text()
 
 
 def test_the_process_group_outlives_the_run() -> None:

@@ -26,9 +26,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import resolve
-from headstart.support.errors import waiting
+from headstart.heads.base import Drafter
+from headstart.support.errors import UserError, waiting
 from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import training_step
+from headstart.training.plan.gain import gain_of
 from headstart.training.plan.memory import MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.processes import StopSignal
@@ -63,8 +65,9 @@ def live_until_cached(recipe: Recipe) -> Recipe:
 
 
 @waiting("timing")
-def seconds_per_step(recipe: Recipe, processes: int, steps: int) -> float:
-    """Return the median duration of a step of one of ``processes`` processes, without communication and evaluation.
+def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, dict[str, Any] | str]]:
+    """Return the median seconds of a step of one of ``processes`` processes, without communication and evaluation, and by drafter what
+    `gain_of` finds, or why nothing decodes here.
 
     Raises UserError for recipes that training would reject.
     """
@@ -88,9 +91,19 @@ def seconds_per_step(recipe: Recipe, processes: int, steps: int) -> float:
                     seconds.append(time.perf_counter() - start)
                     if signal.received:
                         raise KeyboardInterrupt
+            gains = {name: _gain(trainer.drafter) for name, trainer in zip(recipe.per_drafter(), run.trainers, strict=True)}
         finally:
             run.log.close()
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds[1:]), gains
+
+
+def _gain(drafter: Drafter) -> dict[str, Any] | str:
+    if not drafter.backbone.whole:
+        return "features come from a cache, so that the model is not loaded (cache.dir=null: it is)"
+    try:
+        return gain_of(drafter)
+    except UserError as error:
+        return str(error)
 
 
 UTILISATION = 0.4

@@ -21,13 +21,13 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
-from headstart.heads.backbone.model_config import attention_kernel
+from headstart.heads.backbone.model_config import attention_kernel, auto_model
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
@@ -156,7 +156,7 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
 def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torch.dtype, head_only: bool) -> Backbone:
     with no_init_weights():
         kernel = attention_kernel(settings.attention)
-        model = AutoModelForCausalLM.from_config(
+        model = auto_model(config).from_config(
             config, dtype=dtype, attn_implementation=kernel, trust_remote_code=settings.trust_remote_code
         )
     model.tie_weights()

@@ -221,6 +221,8 @@ def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: Micro
         counter.part = "drafter activations"
         total.backward()
         return counter.parts([weight.grad for weight in weights if weight.grad is not None])
+    except UserError:
+        raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         cause = " ".join(str(error).split())[:200]
         raise UserError(

@@ -19,6 +19,7 @@ import torch
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import read_end_tokens
+from headstart.inference.bench.systems import OtherPrograms
 from headstart.inference.engine.request import device_memory
 from headstart.support.errors import UserError, waiting
 from headstart.support.numeric_limits import MAX_MEMORY_GB
@@ -33,8 +34,8 @@ from headstart.training.plan.duration import (
     UTILISATION,
     estimated_hours,
     live_until_cached,
-    seconds_per_step,
     step_operations,
+    trial,
     why_not_loadable,
 )
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
@@ -103,7 +104,7 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[
     memory_plan = MemoryPlan(recipe, models, machine.accelerator, holds_gradients, machine.processes)
     peak = memory_plan.step(size)
     report: dict[str, Any] = {
-        "gguf": _gguf(recipe, models.backbone.dtype), "train_and_export_only": models.backbone.refusal,
+        "gguf": _gguf(recipe, models.backbone.dtype), "decoding": models.backbone.refusal,
         "machine": {"name": machine.name, "processes": machine.processes, "memory": machine.memory, "usable": machine.usable},
         "micro_batch": {"rows": size.rows, "length": size.length, "label_tokens": size.label_tokens},
         "memory": {
@@ -245,22 +246,24 @@ def _chosen(recipe: Recipe, models: FakeModels, tokens: dict[str, Any]) -> dict[
 
 
 def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: bool) -> dict[str, Any]:
-    """Return the duration of a planned run, from steps that are timed on this machine, or why it is unknown."""
+    """Return a planned run's duration and what heads will bring, from steps that are timed on this machine, or why neither is known."""
     steps = report["tokens"]["steps"]
     reason = "not asked for (--no-calibration)" if not calibrate else None
     reason = reason or ("how many steps there are depends on data that are not here" if steps is None else None)
     reason = reason or (None if machine.here else "this machine has no accelerator to time it on")
     reason = reason or (None if report["memory"]["fits"] else "it does not fit")
-    time, tried = None, live_until_cached(recipe)
+    time, gains, tried = None, None, live_until_cached(recipe)
     reason = reason or why_not_loadable(tried)
     if reason is None:
         print("timing a few steps of this recipe on this machine (--no-calibration leaves that out)", file=sys.stderr, flush=True)
         try:
-            seconds = seconds_per_step(tried, machine.processes, steps)
+            with OtherPrograms() as others:
+                seconds, gains = trial(tried, machine.processes, steps)
             time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": tried is not recipe}
+            time["other_programs"] = others.processors
         except UserError as error:
             reason = str(error)
-    return {"time": time, "time_unavailable": reason}
+    return {"time": time, "gain": gains, "time_unavailable": reason}
 
 
 def _advice(recipe: Recipe, peak: StepMemory, report: dict[str, Any], machine: Machine) -> str:

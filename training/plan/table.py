@@ -7,6 +7,9 @@ from typing import Any
 from headstart.support.text import gigabytes
 from headstart.training.run.defaults import Chosen
 
+BUSY = 0.2
+"""Processors that other programs may keep busy beside what is timed."""
+
 
 def lines(report: dict[str, Any]) -> list[str]:
     """Return the lines of a plan's report, but for the time of its steps."""
@@ -16,7 +19,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         f"for       {machine['processes']} x {machine['name']} of {gigabytes(machine['memory'])}{each}; "
         f"{batch['rows']} rows of {batch['length']:,} tokens per forward, {batch['label_tokens']:,} of them label tokens",
         *([] if report["gguf"] is None else [f"backbone  {report['gguf']['summary']}"]),
-        *([] if (only := report["train_and_export_only"]) is None else [f"only      {only}"]),
+        *([] if report["decoding"] is None else [f"decoding  {report['decoding']}"]),
         *_data(report),
         "",
     ]
@@ -85,7 +88,21 @@ def time_lines(report: dict[str, Any]) -> list[str]:
     notes = "" if report["machine"]["processes"] == 1 else ", measured on one process, without communication"
     if report["time"]["without_cache"]:
         notes += ", with the live backbone, since there is no feature cache yet; training from it is faster"
-    return [f"time      {duration(hours)}: {seconds:.2f} s per step{notes}; evaluations come on top"]
+    if (others := report["time"]["other_programs"]) > BUSY:
+        notes += f"; other programs used {others:.1f} processors meanwhile, so neither this nor the next line is certain"
+    gains = [f"pays      {f'{name}: ' if name else ''}{_gain(gain)}" for name, gain in report["gain"].items()]
+    return [f"time      {duration(hours)}: {seconds:.2f} s per step{notes}; evaluations come on top", *gains]
+
+
+def _gain(gain: dict[str, Any] | str) -> str:
+    if isinstance(gain, str):
+        return f"not known here: {gain}"
+    if gain["break_even"] is None:
+        return "never on this machine, with drafts one by one: drafting and verifying takes longer than the steps it saves"
+    expected = [
+        f"{one['speedup']:.2f} x with {p:.0%} ({one['depth']} drafted, tau {one['tau']:.2f})" for p, one in gain["expected"].items()
+    ]
+    return f"from {gain['break_even']:.0%} of drafts accepted at each depth; {', '.join(expected)}; a step takes {gain['step_ms']:.1f} ms"
 
 
 def duration(hours: float) -> str:

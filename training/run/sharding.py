@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.model_config import attention_kernel, load_config
+from headstart.heads.backbone.model_config import attention_kernel, auto_model, load_config
 from headstart.heads.backbone.probes import decoder_layers
 from headstart.support.errors import UserError
 from headstart.training.recipe import sections
@@ -70,7 +70,7 @@ def empty_model(section: sections.Backbone) -> PreTrainedModel:
     """
     config = load_config(section.path, trust_remote_code=section.trust_remote_code)
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model = AutoModelForCausalLM.from_config(
+        model = auto_model(config).from_config(
             config, attn_implementation=attention_kernel(section.attention), trust_remote_code=section.trust_remote_code
         )
     return model.eval()

@@ -18,6 +18,7 @@ from headstart.inference.bench.bench import Plan, Race, compare
 from headstart.inference.bench.results import busy, memory_bandwidth, repeated_ngrams, weight_bytes
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, OtherPrograms, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, conclusions, print_report, report_page, rows_at
+from headstart.inference.capture.capture import CaptureReport
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
@@ -65,6 +66,7 @@ def test_heads_are_measured_alone_and_in_fixed_trees_beside_their_proposers(head
     measured = {row["head"]: (row["kind"], row["nodes"]) for row in report["results"]}
     kind = measured["m, alone"][0]
     assert measured == {"m": (f"{kind}+suffix", None), "m, alone": (kind, None), "m, fixed trees": (kind, TREE.nodes)}
+    assert {row["logits"]["positions"] for row in report["results"]} == {report["baselines"][1]["teacher_forced"]["logits"]}, "AR runs once"
 
 
 @pytest.mark.parametrize("given", [["--heads", "embedded"], ["--propose", "suffix"]])
@@ -88,6 +90,7 @@ def test_systems_take_turns_in_rounds_after_a_short_warm_up(heads, monkeypatch):
             return Continuations([ids_T[:2] for ids_T in prompts], Tally(texts=2 * len(prompts)))
 
     monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    Noted.capture = CaptureReport("trace", None)
     fast, slow = Noted("fast", 0.1), Noted("slow", 8.0)
     race = Race(fast, [fast, slow], asked(*[3] * 6), Settings(4), 1, 0)
     results = race.run(None, rounds=3)
@@ -98,6 +101,9 @@ def test_systems_take_turns_in_rounds_after_a_short_warm_up(heads, monkeypatch):
     assert [name for name, _ in turns[:4]] == ["fast", "slow", "slow", "fast"] and turns[12][0] == "slow", "neither is always first"
     assert [len(one.rounds) for one in results.values()] == [3, 3] and results[slow].rounds[1].tokens == 12
     assert len(results[slow].sequences[0]) == 3, "every round's text is compared"
+    Noted.capture = None
+    Race(fast, [fast], asked(*[3] * 6), Settings(4), 1, 0)._warm_up()
+    assert order[42:] == [("fast", 0)], "nothing is captured, so one is enough"
 
 
 def test_speeds_are_medians_of_rounds_and_uncertain_ones_are_never_green(heads):
