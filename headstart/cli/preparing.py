@@ -41,6 +41,8 @@ def add_new_recipe(parser: argparse.ArgumentParser) -> None:
 def new_recipe(args: argparse.Namespace) -> int:
     """Write a recipe for a model; print it and its plan."""
     from headstart.cli.loading import quiet
+    from headstart.heads.backbone.model_config import load_config
+    from headstart.serving.layouts.llamacpp import recipe_values
     from headstart.support.config import parse
     from headstart.training.plan.plan import find_machine, plan
     from headstart.training.plan.table import lines
@@ -60,10 +62,9 @@ def new_recipe(args: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir() and not args.overwrite:
         raise UserError(f"{out} is there already; name another file with --out, or replace it with --overwrite")
     require_writable("--out", out)
-    if args.engine is not None and args.method != "eagle3":
-        raise UserError(f"--for {args.engine} is of --method eagle3, the heads that export writes for it; got {args.method}")
     extra = {"backbone": {"trust_remote_code": True}} if args.trust_remote_code else {}
-    extra |= {"drafter": {"norm_output": False}} if args.engine is not None else {}
+    if args.engine is not None:
+        extra |= recipe_values(args.method, load_config(args.model, trust_remote_code=args.trust_remote_code))
     proposal = propose(facts, args.method, machine, args.data).changed(extra).fitted(machine, facts.path)
     report = plan(parse(Recipe, proposal.tree), machine, args.tflops)
     write_text(out, proposal.text())

@@ -18,13 +18,8 @@ from headstart.serving.layouts.llamacpp import FILE as GGUF
 from headstart.support.errors import UserError, did_you_mean
 
 ENGINES = {
-    "vllm": "vLLM",
-    "sglang": "SGLang",
-    "trtllm": "TensorRT-LLM",
-    "tgi": "TGI",
-    "transformers": "transformers",
-    "llama.cpp": "llama.cpp",
-}
+    "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "tgi": "TGI", "transformers": "transformers", "llama.cpp": "llama.cpp"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Support:
 
 NO_MODULE = "it has no module for them"
 V2_RUNNER = "needs the V2 model runner, the default on a GPU"
-OWN_CONVERTER = "it reads them as GGUF, which only its own converter writes (read in the source of build 11434)"
+NO_GGUF = "it has a module for them, but reads GGUF, which is written here of EAGLE-3 alone"
 BLOCK_ROW = Support("documented", "1.4.0rc1")
 
 TABLE: dict[tuple[str, str], Support | str] = {
@@ -91,11 +86,8 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("trtllm", "hydra"): NO_MODULE,
     ("tgi", "medusa"): Support("read", "commit db931fc", note="in maintenance since 2025-12"),
     ("tgi", "mlp"): Support("read", "commit db931fc", note="with tie_weights only"),
-    ("llama.cpp", "eagle3"): Support(
-        "run", "xllamacpp 2026.10.11549", note="GGUF; Llama run, other backbones read in its source; norm_output false"
-    ),
-    ("llama.cpp", "dflash"): OWN_CONVERTER,
-    ("llama.cpp", "dspark"): OWN_CONVERTER,
+    ("llama.cpp", "eagle3"): Support("run", "xllamacpp 2026.10.11549", note="GGUF; Llama run, other backbones read in its source"),
+    **dict.fromkeys([("llama.cpp", method) for method in ("dflash", "dspark", "mtp", "draft_model")], NO_GGUF),
     ("transformers", "dflash"): Support("run", "5.20.0, 5.22.0, 5.23.0", note="by the layout dflash-hf"),
     ("transformers", "draft_model"): Support("run", "5.20.0, 5.22.0, 5.23.0"),
 }

@@ -160,8 +160,9 @@ def _report(heads: Checkpoint, layout: Layout, served: Served, engine: str | Non
     if find_gguf(heads.backbone) is not None and "llama.cpp" not in asked:
         notes.append("the backbone is a GGUF file, which few engines load; the heads fit the model's safetensors too (--backbone)")
     data = recipe_section(heads.card["provenance"], "data")
+    flag = "--chat-template-file" if "llama.cpp" in asked else "--chat-template"
     if data.get("chat_template") is not None:
-        notes.append(f"trained with a chat template of the recipe's, written as {TEMPLATE}: let the engine ask with it (--chat-template)")
+        notes.append(f"trained with a chat template of the recipe's, written as {TEMPLATE}: let the engine ask with it ({flag})")
     if variables := data.get("template_kwargs"):
         notes.append(f"trained with variables of the chat template: send them with requests (chat_template_kwargs {variables})")
     if heads.dtype != "auto":

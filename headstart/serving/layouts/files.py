@@ -98,19 +98,19 @@ def read_files(path: str | Path) -> Files:
 
 
 def _of_gguf(path: str, file: Path) -> Files:
-    """Return the metadata of a GGUF file as the configuration, and its tensors, in the dtype in which they are stored or fp32."""
+    """Return the metadata of a GGUF file, without its architecture's prefix, and its tensors as they are stored or in fp32."""
     found = find_gguf(str(file))
     assert found is not None
     import gguf
 
     tensors = {}
     for one in gguf.GGUFReader(file).tensors:
-        whole = one.tensor_type.name.startswith("I") and one.tensor_type.name[1:].isdigit()  # not IQ4_XS
-        values = one.data if whole else gguf.quants.dequantize(one.data, one.tensor_type)
-        dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(one.tensor_type.name)
-        tensors[one.name] = torch.from_numpy(values.copy()).to(dtype)
+        kind = one.tensor_type.name
+        values = one.data if kind in ("I32", "I64") else gguf.quants.dequantize(one.data, one.tensor_type)
+        tensors[one.name] = torch.from_numpy(values.copy()).to({"F16": torch.float16, "BF16": torch.bfloat16}.get(kind))
+    config = {key.removeprefix(f"{found.architecture}."): value for key, value in found.header.metadata.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Files(path, file.parent, found.header.metadata, shapes, dict.fromkeys(tensors, file), tensors)
+    return Files(path, file.parent, config, shapes, dict.fromkeys(tensors, file), tensors)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -12,19 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart.chat.template import Template, TemplateRefusal
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.gguf_file import require_package
+from headstart.heads.checkpoint import chat_settings
 from headstart.heads.layers.layer_config import llama_like
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.eagle3 import Eagle3, has_qk_norm
 from headstart.serving.layouts.files import DamagedError, Files, require_finite
 from headstart.serving.layouts.layout import Counting, Heads, Layout
 from headstart.serving.layouts.parts import IDS
+from headstart.support.errors import UserError
 
 FILE = "eagle3.gguf"
 NAMES = {
@@ -41,12 +45,14 @@ KEYS = {
     "rope.dimension_count": "head_dim", "target_hidden_size": "hidden_size", "rope.freq_base": "rope_theta",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc",
 }  # fmt: skip
-"""Keys after ``eagle3.``, and those of ``config.json`` that they hold."""
+"""Keys after ``eagle3.``, and what they hold of ``config.json``."""
 TARGETS = (
     "llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "gemma4", "gemma4_text",
     "gpt_oss", "minimax_m2", "nemotron_h", "lfm2",
 )  # fmt: skip
 """Model types of backbones whose layers llama.cpp lets heads read."""
+NO_LAYERS = f"it cannot give heads the layers of a {{}} backbone; it can of {', '.join(TARGETS)}"
+THINKING = "enable_thinking"
 
 
 class LlamaCpp(Layout):
@@ -57,7 +63,7 @@ class LlamaCpp(Layout):
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         config, kind = heads.config, str(heads.card["contract"]["model_type"])
         found = {
-            f"it cannot give heads the layers of a {kind} backbone; it can of {', '.join(TARGETS)}": kind not in TARGETS,
+            NO_LAYERS.format(kind): kind not in TARGETS,
             "it drafts from the state before the final norm: train with drafter.norm_output=false": config.get("norm_output"),
             "it reads three layers of the backbone: train with three drafter.taps": len(config[IDS]) != 3,
             "it reads one decoder layer: train with drafter.layers=1": config["num_hidden_layers"] != 1,
@@ -76,7 +82,9 @@ class LlamaCpp(Layout):
         import gguf
 
         require_finite(heads.tensors)
-        config, tensors, writer = _flat(heads.config), heads.tensors, gguf.GGUFWriter(folder / FILE, "eagle3")
+        tensors, writer, config = heads.tensors, gguf.GGUFWriter(folder / FILE, "eagle3"), dict(heads.config)
+        config["norm_before_fc"] = bool((config.get("eagle_config") or {}).get("norm_before_fc"))
+        config |= {key: float(config[key]) for key in ("rope_theta", "rms_norm_eps")}
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         for key, ours in KEYS.items():
             add[type(config[ours])](f"eagle3.{key}", config[ours])
@@ -86,10 +94,11 @@ class LlamaCpp(Layout):
         writer.add_token_list([f"<{token}>" for token in range(vocab)])
         writer.add_token_scores([0.0] * vocab)
         writer.add_token_types([gguf.TokenType.NORMAL] * vocab)
-        for name, ours in ((f"{theirs}.weight", f"{ours}.weight") for ours, theirs in NAMES.items()):
-            if ours in tensors:
-                tensor = tensors[ours] if name not in ROTATED else _paired(tensors[ours], config[ROTATED[name]])
-                stored = {torch.float16: "F16", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32") if tensor.ndim > 1 else "F32"
+        for ours, theirs in NAMES.items():
+            name, tensor = f"{theirs}.weight", tensors.get(f"{ours}.weight")
+            if tensor is not None:
+                tensor = tensor if name not in ROTATED else _reordered(tensor, config[ROTATED[name]], 2, -1)
+                stored = "F32" if tensor.ndim == 1 else {torch.float16: "F16", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32")
                 kind = gguf.GGMLQuantizationType[stored]
                 writer.add_tensor(name, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
         if config["rope_parameters"]["rope_type"] == "llama3":
@@ -100,31 +109,26 @@ class LlamaCpp(Layout):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return [f"the heads are {FILE}, with tokens by number; the target is a GGUF file of the backbone, whose tokenizer llama.cpp uses"]
+        return [f"the heads are {FILE}; the target is a GGUF file of the backbone, whose tokenizer llama.cpp uses", *_requests(heads)]
 
     def recognises(self, files: Files) -> bool:
         return files.config.get("general.architecture") == "eagle3"
 
-    def sizes(self, files: Files) -> dict[str, Any]:
-        return {"hidden_size": files.config.get("eagle3.target_hidden_size"), "vocab_size": files.config.get("eagle3.vocab_size")}
-
     def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
-        missing = [key for key in ("target_layers", *KEYS) if f"eagle3.{key}" not in files.config]
-        if missing:
+        if missing := [key for key in ("target_layers", *KEYS) if key not in files.config]:
             raise DamagedError(f"{files.path} has no key eagle3.{missing[0]}, which Headstart writes; export the heads again")
-        config = {ours: files.config[f"eagle3.{key}"] for key, ours in KEYS.items()} | {IDS: files.config["eagle3.target_layers"]}
+        config = {ours: files.config[key] for key, ours in KEYS.items()} | {IDS: files.config["target_layers"]}
+        config |= {key: float(str(np.float32(config[key]))) for key in ("rope_theta", "rms_norm_eps")}  # as before single precision
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu"}
-        # Single precision in the file: the backbone's own number where it is that.
-        ours = _flat(llama_like(backbone, None).to_dict())
-        config |= {key: ours[key] for key in ("rms_norm_eps", "rope_theta") if abs(ours[key] / config[key] - 1) < 1e-6}
         found, theirs = files.read(), {f"{name}.weight": f"{ours}.weight" for ours, name in NAMES.items()}
         if (factors := found.pop("rope_freqs.weight", None)) is not None:
+            ours = llama_like(backbone, None).to_dict()
             if ours["rope_parameters"]["rope_type"] != "llama3" or not torch.allclose(_rope_factors(ours), factors.float()):
                 raise DamagedError(f"{files.path}: rope_freqs.weight is not the backbone's rope_parameters; give the backbone of the heads")
             config["rope_parameters"] = ours["rope_parameters"]
         for name, key in ROTATED.items():
             if name in found:
-                found[name] = _unpaired(found[name], config[key])
+                found[name] = _reordered(found[name], config[key], -1, 2)
         if "d2t" in found:
             found["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
         dtype = found["fc.weight"].dtype if "fc.weight" in found else torch.float32  # norms are stored in fp32 whatever the matrices are
@@ -133,25 +137,41 @@ class LlamaCpp(Layout):
         return Eagle3().parse(replace(files, config=config, shapes=shapes, homes={}, loaded=tensors), backbone, "stated")
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config.json`` with numbers of the types that GGUF has and the rotary base at the top."""
-    rope = config["rope_parameters"]
-    norms = {"norm_before_fc": bool((config.get("eagle_config") or {}).get("norm_before_fc") or config.get("norm_before_fc"))}
-    return {**config, **norms, "rope_theta": float(rope["rope_theta"]), "rms_norm_eps": float(config["rms_norm_eps"])}
+def _reordered(weight: Tensor, heads: int, first: int, second: int) -> Tensor:
+    """Return a projection with the channels of each attention head, (first, second) of them, in the order (second, first).
 
-
-def _paired(weight: Tensor, heads: int) -> Tensor:
-    """Return a projection with the two channels that are rotated together side by side in each attention head."""
-    return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
-
-
-def _unpaired(weight: Tensor, heads: int) -> Tensor:
-    return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+    (2, -1) puts the two channels that are rotated together side by side.
+    """
+    return weight.view(heads, first, second, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
 def _rope_factors(config: Mapping[str, Any]) -> Tensor:
     """Return what Llama 3's scaling divides each frequency by."""
-    known = {key: config[key] for key in ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")}
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**known, rope_parameters=config["rope_parameters"]), torch.device("cpu"))
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig.from_dict(dict(config)), torch.device("cpu"))
     width = config["head_dim"]
-    return config["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float) / width) / scaled
+    return config["rope_parameters"]["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float) / width) / scaled
+
+
+def _requests(heads: Checkpoint) -> list[str]:
+    """Return what goes with requests, since llama.cpp's server turns on a variable of the template that transformers leaves undefined."""
+    settings = chat_settings(heads.card)
+    ways = [replace(settings, variables={**given, **settings.variables}) for given in ({}, {THINKING: True}, {THINKING: False})]
+    try:
+        tokenizer = load_tokenizer(heads.backbone)
+        trained, on, off = (Template(tokenizer, way).render([{"role": "user", "content": "a"}], ask=True).text for way in ways)
+    except (UserError, TemplateRefusal):
+        return []  # no template, or none for so short a conversation
+    if trained == on:
+        return []
+    send = f'send chat_template_kwargs {{"{THINKING}": false}} with requests'
+    advice = send if trained == off else f"no value writes that one; train with data.template_kwargs.{THINKING}"
+    return [f"llama.cpp's server sets {THINKING}, with which this chat template writes another prompt than in training: {advice}"]
+
+
+def recipe_values(method: str, config: PretrainedConfig) -> dict[str, Any]:
+    """Return the recipe's values for heads that llama.cpp reads. Raises UserError for a method or a backbone of which it reads none."""
+    if method != "eagle3":
+        raise UserError(f"--for llama.cpp is of --method eagle3, the heads that export writes for it; got {method}")
+    if (kind := config.get_text_config().model_type) not in TARGETS:
+        raise UserError(f"--for llama.cpp: {NO_LAYERS.format(kind)}")
+    return {"drafter": {"norm_output": False}}
