@@ -45,7 +45,7 @@ class Support:
 
 NO_MODULE = "it has no module for them"
 V2_RUNNER = "needs the V2 model runner, the default on a GPU"
-NO_GGUF = "it has a module for them, but reads GGUF, which is written here of EAGLE-3 alone"
+NO_GGUF = "it drafts with them from GGUF, which export writes of EAGLE-3 heads only"
 BLOCK_ROW = Support("documented", "1.4.0rc1")
 
 TABLE: dict[tuple[str, str], Support | str] = {

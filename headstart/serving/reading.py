@@ -24,7 +24,7 @@ from headstart.serving.layouts.speculators import Speculators
 from headstart.support.errors import UserError
 
 LAYOUTS: tuple[Layout, ...] = (
-    LlamaCpp(), Medusa(), Speculators(), Hydra(), MlpSpeculator(), Block(), DflashHf(), Eagle3(), Eagle(), MtpStitch(), DraftModel()
+    Medusa(), Speculators(), Hydra(), MlpSpeculator(), Block(), DflashHf(), Eagle3(), Eagle(), MtpStitch(), DraftModel(), LlamaCpp()
 )  # fmt: skip
 """Every layout, in the order in which they are asked whether a folder is theirs."""
 SIZES = {"hidden_size": "width", "vocab_size": "vocabulary", "num_hidden_layers": "layers"}

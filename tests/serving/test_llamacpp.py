@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
+import yaml
 from exported import DV, make_home, refused
 from families import VOCAB, random_drafter, tiny
 from gguf_models import rope_factors
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.files import PROVENANCE
 
@@ -26,6 +28,13 @@ REFUSED = {
     "drafter.qk_norm=false": {"qk_norm": True},
     "layer.attention_bias=false": {"layer": {"attention_bias": True}},
     "layer.rope_parameters": {"layer": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}},
+}  # fmt: skip
+
+
+LAYER = {
+    "attn_norm": "input_layernorm", "attn_norm_2": "hidden_norm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 
 
@@ -43,26 +52,46 @@ def saved(home: Path, folder: Path, **arguments: Any) -> str:
     return str(folder)
 
 
-def test_keys_and_tensors_are_those_of_llama_cpps_converter(home: Path, tmp_path: Path) -> None:
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Channels i and i + half of each attention head, which Llama rotates together, side by side."""
+    return torch.stack(weight.view(heads, 2, -1, weight.shape[-1]).unbind(1), 2).reshape(weight.shape)
+
+
+def test_every_key_and_tensor(home: Path, tmp_path: Path) -> None:
     heads = saved(home, tmp_path / "heads", draft_vocab_size=DV, norm_before_fc=True, norm_before_residual=True)
     report = export(Request(heads, "llama.cpp", tmp_path / "out"))
     file = gguf.GGUFReader(tmp_path / "out" / "eagle3.gguf")
     found = {name.removeprefix("eagle3."): field.contents() for name, field in file.fields.items()}
     stored, config = load_file(tmp_path / "heads" / "model.safetensors"), json.loads((tmp_path / "heads" / "config.json").read_text())
-    heads_of = config["num_attention_heads"]
     assert found["general.architecture"] == "eagle3" and found["target_layers"] == [1, 3, 5]
     assert found["target_hidden_size"] == found["embedding_length"] == config["hidden_size"] and found["block_count"] == 1
     assert found["norm_before_fc"] is found["norm_before_residual"] is True and found["vocab_size"] == VOCAB
     assert found["attention.head_count_kv"] == config["num_key_value_heads"] and found["rope.freq_base"] == config["rope_theta"]
-    tensors = {one.name: torch.from_numpy(one.data.copy()) for one in file.tensors}
-    layer = ("attn_norm", "attn_norm_2", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
-    whole = ("fc.weight", "enc.output_norm.weight", "output_norm.weight", "output.weight", "d2t")
-    assert tensors.keys() == {*whole, *(f"blk.0.{name}.weight" for name in layer)}
-    assert tensors["d2t"].dtype == torch.int64 and torch.equal(tensors["d2t"], stored["t2d"].nonzero().flatten())
-    assert torch.equal(tensors["output.weight"], stored["lm_head.weight"]) and torch.equal(tensors["fc.weight"], stored["fc.weight"])
-    queries = stored["midlayer.self_attn.q_proj.weight"].view(heads_of, 2, config["head_dim"] // 2, -1)
-    assert torch.equal(tensors["blk.0.attn_q.weight"].view(heads_of, -1, 2, queries.shape[-1])[:, :, 1], queries[:, 1])
+    expected = {f"blk.0.{theirs}.weight": stored[f"midlayer.{ours}.weight"] for theirs, ours in LAYER.items()}
+    for name, heads_of in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+        expected[f"blk.0.attn_{name}.weight"] = interleaved(expected[f"blk.0.attn_{name}.weight"], config[heads_of])
+    whole = {"fc": "fc", "enc.output_norm": "input_norm", "output_norm": "norm", "output": "lm_head"}
+    expected |= {f"{theirs}.weight": stored[f"{ours}.weight"] for theirs, ours in whole.items()}
+    expected["d2t"] = stored["t2d"].nonzero().flatten()
+    torch.testing.assert_close({one.name: torch.from_numpy(one.data.copy()) for one in file.tensors}, expected, rtol=0, atol=0)
     assert f"-m BACKBONE.gguf --spec-type draft-eagle3 --spec-draft-model {tmp_path}" in report["launch"]["llama.cpp"]["line"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "note"),
+    [
+        ("[x{% if enable_thinking %}?{% endif %}]", 'send chat_template_kwargs {"enable_thinking": false}'),
+        ("[x{{ enable_thinking }}]", "train with data.template_kwargs.enable_thinking"),
+        ("[x{% if enable_thinking is defined and not enable_thinking %}?{% endif %}]", None),
+    ],
+)
+def test_the_variable_that_its_server_turns_on(home: Path, tmp_path: Path, prompt: str, note: str | None) -> None:
+    shutil.copytree(home / "backbone", tmp_path / "backbone")
+    tokenizer = load_tokenizer("embedded")
+    tokenizer.chat_template = prompt
+    tokenizer.save_pretrained(tmp_path / "backbone")
+    notes = export(Request(saved(tmp_path, tmp_path / "heads"), "llama.cpp", tmp_path / "out"))["notes"]
+    assert [note is not None and note in line for line in notes if "enable_thinking" in line] == [True] * (note is not None)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16"])
@@ -99,12 +128,24 @@ def test_what_llama_cpp_would_draft_otherwise_is_refused(home: Path, tmp_path: P
     assert message.startswith("llama.cpp does not read") and setting in message and "all the same" not in message
 
 
-def test_backbones_that_give_no_layers_are_refused(tmp_path: Path) -> None:
+def test_backbones_that_give_no_layers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny("gemma3").save_pretrained(tmp_path / "backbone")
     saved(tmp_path, tmp_path / "heads")
     assert "it cannot give heads the layers of a gemma3" in refused(tmp_path, "heads", "llama.cpp", tmp_path / "out")
+    assert main(["new-recipe", str(tmp_path / "backbone"), "--for", "llama.cpp", "--out", str(tmp_path / "recipe.yaml")]) == 2
+    assert "it cannot give heads the layers of a gemma3" in capsys.readouterr().err and not (tmp_path / "recipe.yaml").exists()
 
 
-def test_recipes_for_llama_cpp_are_of_eagle3(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new-recipe", "embedded", "--for", "llama.cpp", "--method", "medusa"]) == 2
+def test_a_recipe_for_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["new-recipe", "embedded", "--for", "llama.cpp", "--out", str(tmp_path / "recipe.yaml")]
+    assert main(command) == 0 and "norm_output: false" in (tmp_path / "recipe.yaml").read_text()
+    assert main([*command, "--method", "medusa", "--overwrite"]) == 2
     assert "--for llama.cpp is of --method eagle3" in capsys.readouterr().err
+
+
+def test_a_recipe_whose_layer_llama_cpp_rotates(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    LlamaForCausalLM(LlamaConfig(**{**tiny("llama").config.to_dict(), "rope_parameters": rope})).save_pretrained(tmp_path / "backbone")
+    out = tmp_path / "recipe.yaml"
+    assert main(["new-recipe", str(tmp_path / "backbone"), "--for", "llama.cpp", "--data", "text", "--out", str(out)]) == 0
+    assert yaml.safe_load(out.read_text())["drafter"]["layer"] == {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}

@@ -138,10 +138,7 @@ class LlamaCpp(Layout):
 
 
 def _reordered(weight: Tensor, heads: int, first: int, second: int) -> Tensor:
-    """Return a projection with the channels of each attention head, (first, second) of them, in the order (second, first).
-
-    (2, -1) puts the two channels that are rotated together side by side.
-    """
+    """Return a projection with channels of each attention head transposed; (2, -1): those rotated together come side by side."""
     return weight.view(heads, first, second, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -161,17 +158,19 @@ def _requests(heads: Checkpoint) -> list[str]:
         trained, on, off = (Template(tokenizer, way).render([{"role": "user", "content": "a"}], ask=True).text for way in ways)
     except (UserError, TemplateRefusal):
         return []  # no template, or none for so short a conversation
-    if trained == on:
-        return []
     send = f'send chat_template_kwargs {{"{THINKING}": false}} with requests'
     advice = send if trained == off else f"no value writes that one; train with data.template_kwargs.{THINKING}"
-    return [f"llama.cpp's server sets {THINKING}, with which this chat template writes another prompt than in training: {advice}"]
+    note = f"llama.cpp's server sets {THINKING}, with which this chat template writes another prompt than in training: {advice}"
+    return [] if trained == on else [note]
 
 
 def recipe_values(method: str, config: PretrainedConfig) -> dict[str, Any]:
     """Return the recipe's values for heads that llama.cpp reads. Raises UserError for a method or a backbone of which it reads none."""
     if method != "eagle3":
         raise UserError(f"--for llama.cpp is of --method eagle3, the heads that export writes for it; got {method}")
-    if (kind := config.get_text_config().model_type) not in TARGETS:
-        raise UserError(f"--for llama.cpp: {NO_LAYERS.format(kind)}")
-    return {"drafter": {"norm_output": False}}
+    stated = config.get_text_config()
+    if stated.model_type not in TARGETS:
+        raise UserError(f"--for llama.cpp: {NO_LAYERS.format(stated.model_type)}")
+    rope = stated.to_dict().get("rope_parameters") or {}
+    plain = {"layer": {"rope_parameters": {"rope_type": "default", "rope_theta": rope.get("rope_theta")}}}
+    return {"drafter": {"norm_output": False, **(plain if rope.get("rope_type") in ("yarn", "linear") else {})}}
