@@ -73,8 +73,8 @@ def make_home(folder: Path) -> Path:
     backbone = load_backbone(str(folder / "backbone"))
     for name in ("out/mine", "out/eagle3", "out/first", "out/quickstart/eagle3", "out/other", "out/draft_model"):
         build_drafter("eagle3", backbone, {"depth": 2, "draft_vocab_size": 256}).save_pretrained(folder / name)
-    for name in ("out/medusa",):
-        build_drafter("medusa", backbone, {"depth": 2}).save_pretrained(folder / name)
+    build_drafter("eagle3", backbone, {"depth": 2, "norm_output": False}).save_pretrained(folder / "out/llamacpp")
+    build_drafter("medusa", backbone, {"depth": 2}).save_pretrained(folder / "out/medusa")
     text = [{"text": "def read(path):\n    return open(path).read()\n" * 3}] * 12
     rows = {
         "my_chats.jsonl": text, "answers.jsonl": text, "mine.jsonl": text, "my_prompts.jsonl": text[:1], "prompts.jsonl": text[:1],
