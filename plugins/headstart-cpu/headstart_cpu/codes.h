@@ -77,15 +77,17 @@ inline double simplest(Range of)
 // Scale and offset of which codes are numbers in these ranges; false if there are none. Codes that are not in use have all numbers.
 inline bool fit(const double* lower, const double* upper, float& scale, float& offset)
 {
-    Doubles low = {}, high = low + 1e300;
-    UNROLL for (int64_t gap = 1; gap < 16; ++gap) {   // arrays of 32: behind 16 codes as many that are not in use
-        const Doubles least = (load<Doubles>(lower + gap) - load<Doubles>(upper)) * (1.0 / gap);
-        const Doubles most = (load<Doubles>(upper + gap) - load<Doubles>(lower)) * (1.0 / gap);
-        low = least > low ? least : low;
-        high = most < high ? most : high;
-    }
     Range of{0, 1e300};
-    for (int64_t i = 0; i < 16; ++i) of = {std::max(of.low, low[i]), std::min(of.high, high[i])};
+    for (int64_t first = 0; first < 16; first += LANES / 2) {
+        Doubles low = {}, high = low + 1e300;
+        UNROLL for (int64_t gap = 1; gap < 16; ++gap) {   // arrays of 32: behind 16 codes as many that are not in use
+            const Doubles least = (load<Doubles>(lower + first + gap) - load<Doubles>(upper + first)) * (1.0 / gap);
+            const Doubles most = (load<Doubles>(upper + first + gap) - load<Doubles>(lower + first)) * (1.0 / gap);
+            low = least > low ? least : low;
+            high = most < high ? most : high;
+        }
+        for (int64_t i = 0; i < LANES / 2; ++i) of = {std::max(of.low, low[i]), std::min(of.high, high[i])};
+    }
     if (of.low > of.high) return false;
     const double exact = simplest(of);
     of = {-1e300, 1e300};

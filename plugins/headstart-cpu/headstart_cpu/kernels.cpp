@@ -1,7 +1,7 @@
 // Products and attention of few rows for compiled layers on a CPU, as operations of torch.
 //
 // A row has the same bits among any number of rows: every sum adds its products in one order, and sums over keys are kept in fp64 and
-// rounded once. Written with vectors of the compiler, which splits them for processors with shorter ones.
+// rounded once. Written with vectors of the compiler, as long as the processor's registers: of longer ones GCC makes single numbers.
 //
 // Shape suffixes: B batch, H query heads, G key heads, N queries, S keys, C width of a head, M rows, K inputs, O outputs of a block.
 
@@ -32,18 +32,23 @@ namespace {
 using at::Tensor;
 using std::int64_t;
 using Bits = uint16_t;                                             // a number in bf16
-typedef float Floats __attribute__((vector_size(64), aligned(4)));   // 16 of them
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
-typedef int32_t Integers __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
-typedef double Doubles __attribute__((vector_size(128), aligned(8)));
-constexpr int64_t LANES = 16;
-constexpr int64_t OUTPUTS = 32;   // of a block: two vectors of sums for every row
 #if defined(__AVX512F__)
+constexpr int64_t LANES = 16;     // numbers of a vector
 constexpr int64_t ROWS = 12;      // of a block: its sums fill 24 of 32 registers
+#elif defined(__AVX__)
+constexpr int64_t LANES = 8;
+constexpr int64_t ROWS = 6;       // 12 of 16
 #else
-constexpr int64_t ROWS = 3;
+constexpr int64_t LANES = 4;
+constexpr int64_t ROWS = 6;
 #endif
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef double Doubles __attribute__((vector_size(4 * LANES), aligned(8)));   // half as many
+constexpr int64_t OUTPUTS = 32;      // of a block of packed weights
+constexpr int64_t AT_ONCE = 2 * LANES;   // two vectors of sums for every row
 
 template <typename V> inline V load(const void* from) { V value; std::memcpy(&value, from, sizeof value); return value; }
 template <typename V> inline void store(void* to, const V& value) { std::memcpy(to, &value, sizeof value); }
@@ -77,23 +82,34 @@ inline void finish(const float* sums, T* y, const float* bias, int64_t outputs)
 #define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
 #endif
 
-// [a's halves added, b's halves added], then quarters, eighths and sixteenths: after four of them, lane i is the sum of vector i, added up
-// in the same order for every i.
-#define HALVES(a, b) (SHUFFLED(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) \
-    + SHUFFLED(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-#define QUARTERS(a, b) (SHUFFLED(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) \
-    + SHUFFLED(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
-#define EIGHTHS(a, b) (SHUFFLED(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) \
-    + SHUFFLED(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31))
-#define SIXTEENTHS(a, b) (SHUFFLED(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) \
-    + SHUFFLED(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
-
+// [a's halves added, b's halves added], then quarters and so on: in the end lane i is the sum of vector i, added up in the same order for every i.
 inline Floats sums_of(const Floats* v)
 {
-    Floats two[8], four[4];
-    UNROLL for (int64_t i = 0; i < 8; ++i) two[i] = HALVES(v[2 * i], v[2 * i + 1]);
-    UNROLL for (int64_t i = 0; i < 4; ++i) four[i] = QUARTERS(two[2 * i], two[2 * i + 1]);
-    return SIXTEENTHS(EIGHTHS(four[0], four[1]), EIGHTHS(four[2], four[3]));
+#if defined(__AVX512F__)
+    Floats two[8], four[4], eight[2];
+    UNROLL for (int64_t i = 0; i < 8; ++i)
+        two[i] = SHUFFLED(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+            + SHUFFLED(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    UNROLL for (int64_t i = 0; i < 4; ++i)
+        four[i] = SHUFFLED(two[2 * i], two[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+            + SHUFFLED(two[2 * i], two[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    UNROLL for (int64_t i = 0; i < 2; ++i)
+        eight[i] = SHUFFLED(four[2 * i], four[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29)
+            + SHUFFLED(four[2 * i], four[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    return SHUFFLED(eight[0], eight[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+        + SHUFFLED(eight[0], eight[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX__)
+    Floats two[4], four[2];
+    UNROLL for (int64_t i = 0; i < 4; ++i)
+        two[i] = SHUFFLED(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLED(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
+    UNROLL for (int64_t i = 0; i < 2; ++i)
+        four[i] = SHUFFLED(two[2 * i], two[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLED(two[2 * i], two[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15);
+    return SHUFFLED(four[0], four[1], 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLED(four[0], four[1], 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+    Floats two[2];
+    UNROLL for (int64_t i = 0; i < 2; ++i) two[i] = SHUFFLED(v[2 * i], v[2 * i + 1], 0, 1, 4, 5) + SHUFFLED(v[2 * i], v[2 * i + 1], 2, 3, 6, 7);
+    return SHUFFLED(two[0], two[1], 0, 2, 4, 6) + SHUFFLED(two[0], two[1], 1, 3, 5, 7);
+#endif
 }
 
 template <typename T> inline const T* from_output(const T* w, int64_t output, int64_t K) { return w + output * K; }
@@ -121,18 +137,22 @@ inline void block(const Bits* x, const Bits* w, Bits* y, const float* bias, int6
     }
     UNROLL for (int64_t r = 0; r < R; ++r) { _mm512_storeu_ps(sums[r], s[r][0]); _mm512_storeu_ps(sums[r] + LANES, s[r][1]); }
 #else
-    Floats s[R][2] = {};
-    for (int64_t k = 0; k < K; k += 2) {
-        const Words a = load<Words>(w + k * OUTPUTS), b = load<Words>(w + k * OUTPUTS + 32);
-        UNROLL for (int64_t r = 0; r < R; ++r) {
-            const Floats even = spread(from_bits(x[r * K + k])), odd = spread(from_bits(x[r * K + k + 1]));
-            s[r][0] += even * low(a);
-            s[r][0] += odd * high(a);
-            s[r][1] += even * low(b);
-            s[r][1] += odd * high(b);
+    for (int64_t o = 0; o < OUTPUTS; o += AT_ONCE) {
+        Floats s[R][2] = {};
+        for (int64_t k = 0; k < K; k += 2) {
+            const Bits* from = w + k * OUTPUTS + 2 * o;
+            const Words a = load<Words>(from), b = load<Words>(from + AT_ONCE);
+            const Floats even_a = low(a), even_b = low(b), odd_a = high(a), odd_b = high(b);
+            UNROLL for (int64_t r = 0; r < R; ++r) {
+                const Floats even = spread(from_bits(x[r * K + k])), odd = spread(from_bits(x[r * K + k + 1]));
+                s[r][0] += even * even_a;
+                s[r][1] += even * even_b;
+                s[r][0] += odd * odd_a;
+                s[r][1] += odd * odd_b;
+            }
         }
+        UNROLL for (int64_t r = 0; r < R; ++r) { store(sums[r] + o, s[r][0]); store(sums[r] + o + LANES, s[r][1]); }
     }
-    std::memcpy(sums, s, sizeof sums);
 #endif
     for (int64_t r = 0; r < R; ++r) finish(sums[r], y + r * stride, bias, outputs);
 }
@@ -140,19 +160,22 @@ inline void block(const Bits* x, const Bits* w, Bits* y, const float* bias, int6
 template <int64_t R>
 inline void block(const float* x, const float* w, float* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
 {
-    Floats s[R][2] = {};
-    for (int64_t k = 0; k < K; ++k) {
-        const Floats a = load<Floats>(w + k * OUTPUTS), b = load<Floats>(w + k * OUTPUTS + LANES);
-        __builtin_prefetch(w + (k + 32) * OUTPUTS);
-        __builtin_prefetch(w + (k + 32) * OUTPUTS + LANES);
-        UNROLL for (int64_t r = 0; r < R; ++r) {
-            const Floats in = spread(x[r * K + k]);
-            s[r][0] += in * a;
-            s[r][1] += in * b;
-        }
-    }
     float sums[R][OUTPUTS];
-    std::memcpy(sums, s, sizeof sums);
+    for (int64_t o = 0; o < OUTPUTS; o += AT_ONCE) {
+        Floats s[R][2] = {};
+        for (int64_t k = 0; k < K; ++k) {
+            const float* from = w + k * OUTPUTS + o;
+            const Floats a = load<Floats>(from), b = load<Floats>(from + LANES);
+            __builtin_prefetch(from + 32 * OUTPUTS);
+            __builtin_prefetch(from + 32 * OUTPUTS + LANES);
+            UNROLL for (int64_t r = 0; r < R; ++r) {
+                const Floats in = spread(x[r * K + k]);
+                s[r][0] += in * a;
+                s[r][1] += in * b;
+            }
+        }
+        UNROLL for (int64_t r = 0; r < R; ++r) { store(sums[r] + o, s[r][0]); store(sums[r] + o + LANES, s[r][1]); }
+    }
     for (int64_t r = 0; r < R; ++r) finish(sums[r], y + r * stride, bias, outputs);
 }
 
@@ -380,11 +403,14 @@ template <int64_t WIDTH>
 void add_scores(float* scores, const float* query, const float* keys, float scale, int64_t width)
 {
     const int64_t W = WIDTH ? WIDTH : width;
-    Floats parts[KEYS];
-    UNROLL for (int64_t key = 0; key < KEYS; ++key) parts[key] = load<Floats>(query) * load<Floats>(keys + key * W);
-    for (int64_t i = LANES; i < W; i += LANES)
-        UNROLL for (int64_t key = 0; key < KEYS; ++key) parts[key] += load<Floats>(query + i) * load<Floats>(keys + key * W + i);
-    store(scores, load<Floats>(scores) + sums_of(parts) * scale);
+    for (int64_t first = 0; first < KEYS; first += LANES) {
+        const float* from = keys + first * W;
+        Floats parts[LANES];
+        UNROLL for (int64_t key = 0; key < LANES; ++key) parts[key] = load<Floats>(query) * load<Floats>(from + key * W);
+        for (int64_t i = LANES; i < W; i += LANES)
+            UNROLL for (int64_t key = 0; key < LANES; ++key) parts[key] += load<Floats>(query + i) * load<Floats>(from + key * W + i);
+        store(scores + first, load<Floats>(scores + first) + sums_of(parts) * scale);
+    }
 }
 
 // output += share * value, summed over a block of keys.
@@ -393,9 +419,14 @@ void add_values(double* output, const float* shares, const double* values, int64
 {
     const int64_t W = WIDTH ? WIDTH : width;
     for (int64_t at = 0; at < W; at += LANES) {
-        Doubles sums = load<Doubles>(output + at);
-        for (int64_t key = 0; key < KEYS; ++key) sums += load<Doubles>(values + key * W + at) * double(shares[key]);
-        store(output + at, sums);
+        Doubles first = load<Doubles>(output + at), second = load<Doubles>(output + at + LANES / 2);
+        for (int64_t key = 0; key < KEYS; ++key) {
+            const double* from = values + key * W + at;
+            first += load<Doubles>(from) * double(shares[key]);
+            second += load<Doubles>(from + LANES / 2) * double(shares[key]);
+        }
+        store(output + at, first);
+        store(output + at + LANES / 2, second);
     }
 }
 
@@ -437,13 +468,12 @@ double exponentials(float* scores, int64_t size)
     float each[LANES];
     store(each, highest);
     const float largest = *std::max_element(each, each + LANES);
-    Doubles total = {};
+    double total[LANES] = {}, sum = 0;
     for (int64_t i = 0; i < size; i += LANES) {
         const Floats some = load<Floats>(scores + i), shares = some <= HIDDEN ? Floats{} : exponential(some - largest);
         store(scores + i, shares);
-        total += __builtin_convertvector(shares, Doubles);
+        for (int64_t lane = 0; lane < LANES; ++lane) total[lane] += double(shares[lane]);
     }
-    double sum = 0;
     for (int64_t i = 0; i < LANES; ++i) sum += total[i];
     return sum;
 }
