@@ -157,7 +157,7 @@ class SpeculativeModel:
             raise UserError("these heads were unloaded; load them again")
         self.backbone.require_same(model)
         streamer = handed_streamer(model) if streamer is None else streamer
-        request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, self.backbone)
         require_sides(request, self.backbone)
         if request.beams is not None and (reason := self.backbone.no_trees or self.backbone.dependence) is not None:
             raise UserError(f"beams share passes, where {reason}; allowed: num_beams=1")

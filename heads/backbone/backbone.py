@@ -20,6 +20,7 @@ from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
+from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.probes import additive_mask, rope_switch
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
@@ -192,13 +193,14 @@ class Backbone:
         positions_BT: Tensor | None = None,
         attention_mask: dict[str, Tensor] | None = None,
         taps: tuple[int, ...] = (),
+        images: Images | None = None,
     ) -> Features:
         """Run a forward pass over the tokens, after those in ``cache`` if given, and return their features.
 
         Features carry gradients if the backbone is trainable and grad is enabled. ``attention_mask`` holds ``[B, T, S]`` for each key
         of `windows`, True where a position may attend; None: causal. Right padding needs no mask, since no position before it attends
         to it. Recurrent layers ignore masks: they follow the `Branch` of `Recurrent.along`, and their cache must be made for the
-        model's configuration.
+        model's configuration. ``images`` of one row's prompt, with which it begins; they have its positions.
         """
         masked = attention_mask is not None or (cache is not None and not cache.layers)
         if self.recurrent is not None and not self.recurrent.reading and masked:
@@ -206,16 +208,15 @@ class Backbone:
                 f"{type(self.model).__name__} has recurrent layers, which follow no mask and need a cache made for its configuration: "
                 "no packing (data.packing=false), no beams (num_beams=1)"
             )
-        mask = None
-        if attention_mask is not None:
-            masks = {kind: additive_mask(allowed, self.dtype) for kind, allowed in attention_mask.items()}
-            mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        masks = {kind: additive_mask(allowed, self.dtype) for kind, allowed in (attention_mask or {}).items()}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()), None)
         differentiable = bool(self.trainable) and torch.is_grad_enabled()
         mode = partial(self._mode, differentiable, attention_mask is not None)
         again = recomputed_layers(self.layers, mode) if self.recomputing and differentiable and cache is None else nullcontext()
         with torch.set_grad_enabled(differentiable), mode(), again, tapped(self.layers, taps) as kept:
-            kept_in = {self._cache: cache, "use_cache": cache is not None}
-            out = self.base(input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, **kept_in)
+            given = {"position_ids": positions_BT} if images is None else images.of_text(tokens_BT.shape[1])
+            given |= {self._cache: cache, "use_cache": cache is not None}
+            out = self.base(input_ids=tokens_BT, attention_mask=mask, **given)
         return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
 
     @contextmanager
@@ -263,11 +264,13 @@ def load_backbone(
     attention: model_config.Attention = "auto",
     device: str | torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
+    images: bool = False,
 ) -> Backbone:
     """Load a frozen backbone from a folder or hub id with safetensors, a GGUF file (see `find_gguf`) or ``embedded``.
 
     ``trust_remote_code`` allows code from the model's repository. ``dtype``: see `loaded_dtype`. ``attention``: see `Attention`. ``place``
-    moves the model from the CPU to the device; by default it is moved whole. Raises UserError; for trees see `refusal`.
+    moves the model from the CPU to the device; by default it is moved whole. ``images``: the class that reads them too, if there is one.
+    Raises UserError; for trees see `refusal`.
     """
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
     config, gguf = model_config.load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)
@@ -275,7 +278,7 @@ def load_backbone(
     kind = model_config.loaded_dtype(dtype, config, on)
     reading = nullcontext() if gguf is None else model_config.from_gguf(gguf, kind, config)
     with model_config.loading("backbone", path), waiting(f"loading {path}"), reading:
-        model, report = model_config.auto_model(config).from_pretrained(
+        model, report = model_config.auto_model(config, images).from_pretrained(
             **source, dtype=kind, quantization_config=model_config.quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
             attn_implementation=model_config.attention_kernel(attention), use_safetensors=True, output_loading_info=True,
         )  # fmt: skip

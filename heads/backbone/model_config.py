@@ -99,10 +99,13 @@ def from_gguf(file: GgufFile, dtype: torch.dtype | str, config: PretrainedConfig
     return reading(file, dtype, empty_model(config, str(file.path)))
 
 
-def auto_model(config: PretrainedConfig) -> Any:
-    """Return the class that loads a model: transformers has some that read images, as Ministral-3, under no causal language model."""
+def auto_model(config: PretrainedConfig, images: bool = False) -> Any:
+    """Return the class that loads a model: transformers has some that read images, as Ministral-3, under no causal language model.
+
+    ``images``: the class that reads them where there is another for text alone, as for Qwen3.5.
+    """
     reads_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
+    causal = not reads_images or not images and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
 
 

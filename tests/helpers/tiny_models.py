@@ -99,9 +99,14 @@ CHANGES: dict[str, Fields] = KNOWN | {
 
 def tiny_model(kind: str) -> PreTrainedModel:
     """A model of the type ``kind`` with random weights that make its output varied, fp32, without special tokens."""
-    config = AutoConfig.for_model(**merged(small(CONFIG_MAPPING[kind]().to_dict()), CHANGES.get(kind, {})))
+    return built(merged(small(CONFIG_MAPPING[kind]().to_dict()), CHANGES.get(kind, {})))
+
+
+def built(fields: Fields, images: bool = False) -> PreTrainedModel:
+    """Such a model of a configuration with these fields; ``images``: the class that reads them."""
+    config = AutoConfig.for_model(**fields)
     torch.manual_seed(0)  # some parameters keep what the library draws for them
-    model = auto_model(config).from_config(config).eval()
+    model = auto_model(config, images).from_config(config).eval()
     torch.manual_seed(0)
     shake(model, 2.2)
     model.generation_config = GenerationConfig(**SILENT)

@@ -1,0 +1,76 @@
+"""Images of a prompt, as the model's own forward pass takes them.
+
+transformers' ``generate`` computes positions, and features of images where a model lets it (``mm_encoder_outputs``), before it calls heads.
+
+Shape suffixes: B batch, T positions, X axes of positions, D width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.backbone.versions import NAMES
+
+ENCODED, KINDS = "mm_encoder_outputs", "token_type_ids"
+"""The argument with features by modality, and the end of the names of those that say which tokens are text."""
+PLACEHOLDERS = tuple(f"{what}_token_{how}" for what in ("image", "video", "audio") for how in ("id", "index"))
+TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "labels", *NAMES)
+"""Arguments of a forward pass that are of any text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """What a prompt ``[1, T]`` without padding has beside its tokens."""
+
+    arguments: Mapping[str, Any]
+    """Of the model's forward: features or pixels, and kinds of tokens ``[1, T]``."""
+    positions_XT: Tensor
+    """``[1, T]``, or ``[X, 1, T]`` where the model has several axes."""
+
+    @property
+    def offset(self) -> int:
+        """The position of the first token after the prompt, less its number."""
+        return int(self.positions_XT.reshape(-1)[-1]) + 1 - self.positions_XT.shape[-1]
+
+    def of_text(self, length: int) -> dict[str, Any]:
+        """The arguments for ``length`` tokens, the prompt and what was written after it."""
+        more = max(length - self.positions_XT.shape[-1], 0)
+        after = self.positions_XT[..., -1:] + torch.arange(1, more + 1, device=self.positions_XT.device)
+        positions = torch.cat([self.positions_XT, after], -1)[..., :length]
+        given: dict[str, Any] = {**self.arguments, "position_ids": positions}
+        for name, value in self.arguments.items():
+            if name.endswith(KINDS):
+                given[name] = torch.cat([value, value.new_zeros(1, more)], 1)[:, :length]
+        if ENCODED in given:
+            given[ENCODED] = dict(given[ENCODED])  # a forward pass adds to it
+        return given
+
+
+def placeholders(config: Any) -> dict[str, int]:
+    """Return modality -> the token that stands for a feature of it in a prompt, as a model's configuration names it."""
+    stated = {name.partition("_")[0]: getattr(config, name, None) for name in reversed(PLACEHOLDERS)}
+    return {what: token for what, token in stated.items() if isinstance(token, int)}
+
+
+def image_arguments(base: nn.Module) -> set[str]:
+    """Return the names of what a model's forward takes beside a text."""
+    return {*inspect.signature(base.forward).parameters} - {*TEXT}
+
+
+def features_of(output: Any, start: int, end: int) -> Any:
+    """Return an encoder's output with its features ``start`` to ``end``, counted over all images, in the container that it has them in."""
+
+    def cut(features: Tensor | Sequence[Tensor]) -> Any:
+        flat_D = torch.cat([one.reshape(-1, one.shape[-1]) for one in features])[start:end]
+        return flat_D[None] if isinstance(features, Tensor) else [flat_D]
+
+    kept = {"pooler_output": cut(output["pooler_output"])}
+    if (layers := output.get("deepstack_features")) is not None:
+        kept["deepstack_features"] = [cut(layer) for layer in layers]
+    return type(output)(**kept)
