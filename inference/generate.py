@@ -159,6 +159,8 @@ class SpeculativeModel:
         streamer = handed_streamer(model) if streamer is None else streamer
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, self.backbone)
         require_sides(request, self.backbone)
+        if request.images and self.drafters:
+            warn_once("these heads have seen no images in training: after them fewer drafts may be accepted, and the text is the same")
         if request.beams is not None and (reason := self.backbone.no_trees or self.backbone.dependence) is not None:
             raise UserError(f"beams share passes, where {reason}; allowed: num_beams=1")
         if self.backbone.dependence is not None:

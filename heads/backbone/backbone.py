@@ -20,8 +20,8 @@ from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
-from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
+from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.probes import additive_mask, rope_switch
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.backbone.tree_attention import EXACT_FROM, repeated_tokens, tree_attention

@@ -10,12 +10,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoProcessor, ProcessorMixin
 
+from headstart.heads.backbone.model_config import loading
+from headstart.heads.backbone.shipped import resolve
 from headstart.heads.backbone.versions import NAMES
+from headstart.support.errors import UserError
 
 ENCODED, KINDS = "mm_encoder_outputs", "token_type_ids"
 """The argument with features by modality, and the end of the names of those that say which tokens are text."""
@@ -63,14 +68,37 @@ def image_arguments(base: nn.Module) -> set[str]:
     return {*inspect.signature(base.forward).parameters} - {*TEXT}
 
 
-def features_of(output: Any, start: int, end: int) -> Any:
-    """Return an encoder's output with its features ``start`` to ``end``, counted over all images, in the container that it has them in."""
+def size_of(output: Any) -> int:
+    """Return how many numbers the features of an encoder's output are; 0: not known."""
+    features = output.get("pooler_output") if isinstance(output, Mapping) else None
+    return 0 if features is None else sum(one.numel() for one in features)
 
-    def cut(features: Tensor | Sequence[Tensor]) -> Any:
-        flat_D = torch.cat([one.reshape(-1, one.shape[-1]) for one in features])[start:end]
-        return flat_D[None] if isinstance(features, Tensor) else [flat_D]
 
-    kept = {"pooler_output": cut(output["pooler_output"])}
-    if (layers := output.get("deepstack_features")) is not None:
-        kept["deepstack_features"] = [cut(layer) for layer in layers]
-    return type(output)(**kept)
+def split_rows(output: Any, counts: Sequence[int]) -> list[Any]:
+    """Return an encoder's output for each row, of so many features, in the containers that the model has them in; None: none."""
+
+    def cut(features: Tensor | Sequence[Tensor], row: int) -> Any:
+        first = sum(counts[:row])
+        own_D = torch.cat([one.reshape(-1, one.shape[-1]) for one in features])[first : first + counts[row]]
+        return own_D[None] if isinstance(features, Tensor) else [own_D]
+
+    def of_row(row: int) -> Any:
+        layers = output.get("deepstack_features")
+        deep = {} if layers is None else {"deepstack_features": [cut(layer, row) for layer in layers]}
+        return type(output)(pooler_output=cut(output["pooler_output"], row), **deep)
+
+    return [of_row(row) if count else None for row, count in enumerate(counts)]
+
+
+def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMixin:
+    """Load what turns texts and images into a model's inputs. Raises UserError if there is none, or if a package is missing for it."""
+    try:
+        with loading("processor", path):
+            found = AutoProcessor.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+    except UserError as error:
+        lacking = [package for package in ("PIL", "torchvision") if find_spec(package) is None]
+        more = f"; without {' and '.join(lacking)} some do not load: pip install 'headstart[images]'" if lacking else ""
+        raise UserError(f"{error}{more}") from None
+    if not isinstance(found, ProcessorMixin) or "image_processor" not in found.get_attributes():
+        raise UserError(f"{path} has no settings for images (preprocessor_config.json); give a model that reads them, or leave --image out")
+    return found

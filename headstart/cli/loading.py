@@ -60,7 +60,15 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
         raise UserError(f"{error}{hint}") from None
     settings = chat_settings_of(heads, args.template_arg, ends)
     tokenizer.chat_template = settings.template_of(tokenizer)
-    return Prompter(tokenizer, style, prompt_tokens, settings)
+    if not args.image:
+        return Prompter(tokenizer, style, prompt_tokens, settings)
+    from headstart.chat.images import ImagePrompter, read_image  # here, since few need it
+    from headstart.heads.backbone.images import load_processor
+
+    images = tuple(map(read_image, args.image))
+    processor = load_processor(name, trust_remote_code=args.trust_remote_code)
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return ImagePrompter(tokenizer, style, prompt_tokens, settings, processor, images)
 
 
 def _require_files(name: str, heads: list[str], args: argparse.Namespace) -> None:
@@ -104,7 +112,7 @@ def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
     """Load the frozen backbone, with --adapter, and set the number of CPU threads."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    backbone = load_backbone(name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    backbone = load_backbone(name, dtype=args.dtype, trust_remote_code=args.trust_remote_code, images=bool(vars(args).get("image")))
     if args.adapter is not None:
         backbone.attach(args.adapter)
     return backbone

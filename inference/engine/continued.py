@@ -76,7 +76,7 @@ class Continued:
             return
         T = len(ids_T) - 1
         layers = []
-        for number in range(self.reader.backbone.num_layers):
+        for number in sorted(number for group in read.groups for number in group):  # Gemma-4's last layers have those of earlier ones
             layer = DynamicLayer()
             keys, values = (side[:1, :, :T] for side in read.layer(number))
             layer.lazy_initialization(keys, values)

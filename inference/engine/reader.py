@@ -67,6 +67,8 @@ class Reader:
     def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor, *images: Images | None) -> tuple[Features, RaggedCache]:
         own = next(filter(None, images), None)  # of the only row
         features, layers, states = self._prefill(tokens_BT, own)
+        if own is not None:  # the token of an image may have no embedding, which drafters read
+            features = replace(features, tokens_BT=tokens_BT.clamp(max=self.backbone.vocab - 1))
         if len(tokens_BT) > 1:
             place_BT = self._places(tokens_BT)
             features = features.gather(place_BT, place_BT < lengths_B[:, None])

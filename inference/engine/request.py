@@ -185,9 +185,7 @@ def read_request(
     pads = [0] * len(ids_BT) if mask is None else (mask == 0).sum(1).tolist()
     if mask is not None and any(bool((mask[b, :pad] != 0).any()) for b, pad in enumerate(pads)):
         raise UserError("attention_mask hides positions that are not at a row's left end; pad on the left (tokenizer.padding_side='left')")
-    images = read_images(backbone, ids_BT, pads, model_kwargs)
-    if images and beams is not None:
-        raise UserError("images are not read in a beam search; set num_beams=1, or leave them out")
+    images = read_images(backbone, ids_BT, pads, model_kwargs, beams is not None)
     cache = _callers_cache(model_kwargs)
     if not images:
         require_usual_positions(model_kwargs.get("position_ids"), ids_BT, pads, cache is not None and cache.get_seq_length() > 0)
