@@ -52,8 +52,7 @@ class Backbone:
         self._heads_without_adapter: str | None = None
         self.gguf: GgufFile | None = None
         """The GGUF file that the weights were read from, if any."""
-        self.model, self.evaluation = model, Evaluation(model)
-        self.config = model.config.get_text_config()
+        self.model, self.evaluation, self.config = model, Evaluation(model), model.config.get_text_config()
         if model.config.is_encoder_decoder:
             raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
         self.base: nn.Module = probes.base_of(model)
@@ -269,8 +268,7 @@ def load_backbone(
     """Load a frozen backbone from a folder or hub id with safetensors, a GGUF file (see `find_gguf`) or ``embedded``.
 
     ``trust_remote_code`` allows code from the model's repository. ``dtype``: see `loaded_dtype`. ``attention``: see `Attention`. ``place``
-    moves the model from the CPU to the device; by default it is moved whole. ``images``: the class that reads them too, if there is one.
-    Raises UserError; for trees see `refusal`.
+    moves the model from the CPU to the device (default: whole). ``images``: see `auto_model`. Raises UserError; for trees see `refusal`.
     """
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
     config, gguf = model_config.load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)

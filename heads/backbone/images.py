@@ -7,26 +7,22 @@ Shape suffixes: B batch, T positions, X axes of positions, D width.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
 from headstart.heads.backbone.model_config import loading
 from headstart.heads.backbone.shipped import resolve
-from headstart.heads.backbone.versions import NAMES
 from headstart.support.errors import UserError
 
 ENCODED, KINDS = "mm_encoder_outputs", "token_type_ids"
 """The argument with features by modality, and the end of the names of those that say which tokens are text."""
 PLACEHOLDERS = tuple(f"{what}_token_{how}" for what in ("image", "video", "audio") for how in ("id", "index"))
-TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "labels", *NAMES)
-"""Arguments of a forward pass that are of any text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +48,6 @@ class Images:
         for name, value in self.arguments.items():
             if name.endswith(KINDS):
                 given[name] = torch.cat([value, value.new_zeros(1, more)], 1)[:, :length]
-        if ENCODED in given:
-            given[ENCODED] = dict(given[ENCODED])  # a forward pass adds to it
         return given
 
 
@@ -61,11 +55,6 @@ def placeholders(config: Any) -> dict[str, int]:
     """Return modality -> the token that stands for a feature of it in a prompt, as a model's configuration names it."""
     stated = {name.partition("_")[0]: getattr(config, name, None) for name in reversed(PLACEHOLDERS)}
     return {what: token for what, token in stated.items() if isinstance(token, int)}
-
-
-def image_arguments(base: nn.Module) -> set[str]:
-    """Return the names of what a model's forward takes beside a text."""
-    return {*inspect.signature(base.forward).parameters} - {*TEXT}
 
 
 def size_of(output: Any) -> int:

@@ -5,6 +5,7 @@ Shape suffixes: B batch, T positions, N candidates with the root, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
@@ -16,7 +17,7 @@ from headstart.heads.backbone.chain_cache import ChainCache, ChainRow, as_steps,
 from headstart.heads.backbone.features import Features, stack_rows
 from headstart.heads.backbone.images import Images
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.engine.reader import ImagesB, Reader
+from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree
 from headstart.support.pytree import map_tensors
 
@@ -33,7 +34,7 @@ class ChainReader(Reader):
         super().__init__(backbone, taps, capturer)
         self.mixers = mixers_of(backbone.model)
 
-    def prompts(self, tokens_BT: Tensor, lengths_B: Tensor, images: ImagesB = ()) -> tuple[Features, ChainCache]:  # type: ignore[override]
+    def prompts(self, tokens_BT: Tensor, lengths_B: Tensor, images: Sequence[Images | None] = ()) -> tuple[Features, ChainCache]:  # type: ignore[override]
         parts, rows = [], []
         for tokens_T, length, own in zip_longest(tokens_BT, lengths_B.tolist(), images):
             cache = DynamicCache(config=self.backbone.config)

@@ -5,6 +5,7 @@ Shape suffixes: B batch, T positions, X axes of positions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.images import ENCODED, KINDS, Images, image_arguments, placeholders, size_of, split_rows
+from headstart.heads.backbone.images import ENCODED, KINDS, Images, placeholders, size_of, split_rows
 from headstart.heads.backbone.versions import CACHE, NAMES
 from headstart.support.errors import UserError
 
@@ -30,7 +31,7 @@ def read_images(
     given = {name: value for name, value in model_kwargs.items() if name not in NO_EFFECT and value is not None and value is not False}
     encoded = {what: output for what, output in (given.pop(ENCODED, None) or {}).items() if output is not None}
     tokens = placeholders(backbone.model.config)
-    for name in {*given} - image_arguments(backbone.base) if tokens else given:
+    for name in given.keys() - inspect.signature(backbone.base.forward).parameters.keys() if tokens else given:
         raise UserError(f"{name} is not supported: heads decode from input_ids{' and images' if tokens else ''}; leave it out")
     kinds = {name: value for name, value in given.items() if name.endswith(KINDS)}
     pixels = {name: value for name, value in given.items() if name not in kinds}

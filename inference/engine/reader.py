@@ -34,8 +34,6 @@ another order than those of several, so that a plain step would round otherwise 
 four."""
 Layers = list[tuple[Tensor, Tensor] | None]
 """Keys and values ``[B, H, T, D]`` of every layer; None for recurrent layers."""
-ImagesB = Sequence[Images | None]
-"""Those of each row's prompt; empty if no row has any."""
 
 
 class Reader:
@@ -58,8 +56,8 @@ class Reader:
         self.memory = self.capturer.memory if self.capturer.fixed else None
         self.capturer.memory.positions = max(self.capturer.memory.positions, positions)
 
-    def prompts(self, tokens_BT: Tensor, lengths_B: Tensor, images: ImagesB = ()) -> tuple[Features, RaggedCache]:
-        """Prefill right-padded rows: returns their features, with padding marked, and their cache."""
+    def prompts(self, tokens_BT: Tensor, lengths_B: Tensor, images: Sequence[Images | None] = ()) -> tuple[Features, RaggedCache]:
+        """Prefill right-padded rows: returns their features, with padding marked, and their cache. ``images``: by row; empty: none."""
         if (self.backbone.recurrent is not None or any(images)) and len(tokens_BT) > 1:
             return self._apart(tokens_BT, lengths_B, images)
         return self._prompts(tokens_BT, lengths_B, *images)
@@ -104,7 +102,7 @@ class Reader:
         layers = [None if number in numbers else (layer.keys, layer.values) for number, layer in enumerate(cache.layers)]
         return features, layers, States.of(cache, numbers) if numbers else None
 
-    def _apart(self, tokens_BT: Tensor, lengths_B: Tensor, images: ImagesB) -> tuple[Features, RaggedCache]:
+    def _apart(self, tokens_BT: Tensor, lengths_B: Tensor, images: Sequence[Images | None]) -> tuple[Features, RaggedCache]:
         """Prefill each row with images by itself, and the others by length, since padding would enter a recurrent layer's state."""
         rows: dict[tuple[int, Images | None], list[int]] = {}
         for row, length in enumerate(lengths_B.tolist()):
@@ -144,13 +142,12 @@ class Reader:
             self.view = TreeCache(cache.groups)
         stores = cache.keys, cache.values
         B, rows = len(tokens_BN), stores[0][0].shape[1]
-        offsets: Any = (torch.tensor(cache.offsets, device=tokens_BN.device),) if any(cache.offsets) else ()
-        inputs = (tokens_BN, levels_BM, ancestors_BNM), index_BN, cache.lengths_B, offsets
+        offsets = [torch.tensor(cache.offsets, device=tokens_BN.device)] if any(cache.offsets) else []
+        inputs: Any = (tokens_BN, levels_BM, ancestors_BNM), index_BN, (cache.lengths_B, *offsets)
         if rows > B:  # fixed memory
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
-        nodes, index_BN, lengths_B, offsets = inputs
-        ends = lengths_B, torch.arange(slots, device=tokens_BN.device), *offsets
-        arguments = (stores, cache.states), nodes, index_BN, ends
+        nodes, index_BN, ends = inputs
+        arguments = (stores, cache.states), nodes, index_BN, (*ends, torch.arange(slots, device=tokens_BN.device))
         features, logits_BNV, added = self.read(*arguments)
         if features.taps is not None and len(features.taps) > len(self.taps):
             features = replace(features, taps={tap: features.taps[tap] for tap in self.taps} or None)
@@ -166,10 +163,10 @@ class Reader:
         index_BN: Tensor | None,
         ends: tuple[Tensor, ...],
     ) -> tuple[Features, Tensor, Added | None]:
-        """``nodes``, ``index_BN``: see `nodes`. ``ends``: the rows' lengths, the slots attended to, of which only the number counts, and
-        the rows' offsets (`RaggedCache`) if there are any, which masks do not count."""
+        """``nodes``, ``index_BN``: see `nodes`. ``ends``: the rows' lengths, their offsets if there are any, which masks do not count, and
+        the slots attended to, of which only the number counts."""
         assert self.view is not None
-        (stores, states), (tokens_BN, levels_BM, ancestors_BNM), (lengths_B, slot_S, *offsets) = held, nodes, ends
+        (stores, states), (tokens_BN, levels_BM, ancestors_BNM), (lengths_B, *offsets, slot_S) = held, nodes, ends
         positions_BM = positions_BN = lengths_B[:, None] + levels_BM
         if index_BN is None:
             slots_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)

@@ -45,8 +45,7 @@ class Prompts:
     def put(self, number: int, ids_T: Tensor, limit: int) -> None:
         """Add a prompt, or replace that of a sequence which has ended."""
         self.rows[number], self.limits[number] = ids_T, limit
-        for known in (self.again, self.images):
-            known.pop(number, None)
+        self.again.pop(number, None)
         self._start(limit)
 
     def _start(self, limit: int) -> None:
@@ -86,8 +85,7 @@ class Prompts:
 
     def tokens(self, number: int) -> list[int]:
         """The tokens of one prompt that are text."""
-        tokens = self.rows[number].tolist()
-        return [token for token in tokens if token not in self.placeholders] if number in self.images else tokens
+        return [token for token in self.rows[number].tolist() if token not in self.placeholders]
 
     def prefill(self, numbers: list[int]) -> tuple[Features, RaggedCache, Tensor]:
         """Prefill some prompts, padded on the right: returns their features, their cache, and the logits ``[B, 1, V]`` after each."""

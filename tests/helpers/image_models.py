@@ -18,9 +18,8 @@ from shrink import WIDTH, published, shrink
 from tiny_models import CHANGES, CONFIG_MAPPING, Fields, built, merged, small
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Gemma3Processor, GenerationConfig, Idefics3Processor, PreTrainedModel
+from transformers import Gemma3Processor, GenerationConfig, PreTrainedModel
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from headstart.heads.backbone.backbone import Backbone
 
@@ -31,27 +30,24 @@ TOKENS: Fields = {
     "vision_start_token_id": START, "vision_end_token_id": END, "boi_token_index": START, "eoi_token_index": END,
     "boi_token_id": START, "eoi_token_id": END,
 }  # fmt: skip
-MROPE: Fields = {"rope_parameters": {"mrope_section": [2, 1, 1]}}
 QWEN: Fields = {"depth": 1, "patch_size": 8, "hidden_size": 32, "num_heads": 4, "out_hidden_size": WIDTH}
 SIGLIP: Fields = {"image_size": 32, "patch_size": 8, "num_hidden_layers": 1}
+POOLED: Fields = {"patch_size": 8, "pooling_kernel_size": 2}
 UNTIED: Fields = {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}}
 
 
-def of_class(kind: str, vision: Fields, text: Fields | None = None, **own: Any) -> Fields:
+def of_class(kind: str, vision: Fields) -> Fields:
     """The fields of a class's default configuration made small."""
-    fields = merged(small(CONFIG_MAPPING[kind]().to_dict()), CHANGES.get(kind, {}))
-    return merged(fields, {"vision_config": vision, "text_config": text or {}} | own)
+    return merged(merged(small(CONFIG_MAPPING[kind]().to_dict()), CHANGES.get(kind, {})), {"vision_config": vision})
 
 
 FAMILIES: dict[str, Any] = {
-    "qwen2.5-vl": lambda: of_class("qwen2_5_vl", QWEN | {"fullatt_block_indexes": [0]}, MROPE),
-    "qwen3-vl": lambda: of_class("qwen3_vl", QWEN | {"deepstack_visual_indexes": [0]}, MROPE),
+    "qwen2.5-vl": lambda: of_class("qwen2_5_vl", QWEN | {"fullatt_block_indexes": [0]}),
+    "qwen3-vl": lambda: of_class("qwen3_vl", QWEN | {"deepstack_visual_indexes": [0]}),
     "qwen3.5": lambda: merged(shrink(published("qwen3.5-4b")), {"vision_config": QWEN}),
     "gemma3": lambda: merged(shrink(published("gemma-3-4b-it")), {"vision_config": SIGLIP} | UNTIED),
-    "gemma4": lambda: merged(shrink(published("gemma-4-31b-it")), {"vision_config": {"patch_size": 8, "pooling_kernel_size": 2}} | UNTIED),
-    "gemma4-e": lambda: merged(
-        shrink(published("gemma-4-e4b-it")), {"vision_config": {"patch_size": 8, "pooling_kernel_size": 2}} | UNTIED
-    ),
+    "gemma4": lambda: merged(shrink(published("gemma-4-31b-it")), {"vision_config": POOLED} | UNTIED),
+    "gemma4-e": lambda: merged(shrink(published("gemma-4-e4b-it")), {"vision_config": POOLED} | UNTIED),
     "smolvlm": lambda: of_class("smolvlm", SIGLIP),
     "idefics3": lambda: of_class("idefics3", SIGLIP),
 }
@@ -128,29 +124,20 @@ def batch_of(prompts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}PLACE{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{{ '<boi>' if part['type'] == 'image' else part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Of messages in parts alone, as Idefics-3's; PLACE stands for the token of an image."""
+"""Of messages in parts alone, as Idefics-3's."""
 
 
-def make_image_model(folder: Path, family: str) -> Path:
-    """Write a random model of 384 positions with tokenizer and processor: "idefics3", or "gemma3", whose tokens have kinds."""
-    gemma = family == "gemma3"
-    tokenizer = make_tokenizer(special="<|im_start|> <|im_end|> <image> <fake_token_around_image> <global-img> <end_of_utterance> <boi> <eoi>")
-    tokenizer.chat_template = TEMPLATE.replace("PLACE", "<boi>" if gemma else "<image>")
-    names = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"} if gemma else {}
-    tokenizer._set_model_specific_special_tokens(names)
-    if gemma:
-        processor: Any = Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4)
-    else:
-        small_images = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}}
-        processor = Idefics3Processor(Idefics3ImageProcessorPil(**small_images, do_image_splitting=False), tokenizer, image_seq_len=4)
-    fields = FAMILIES[family]()
+def make_image_model(folder: Path) -> Path:
+    """Write a random Gemma-3 of 384 positions with tokenizer and processor."""
+    tokenizer = make_tokenizer(TEMPLATE, special="<|im_start|> <|im_end|> <image> <boi> <eoi>")
+    tokenizer._set_model_specific_special_tokens({"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"})
     text = {"vocab_size": len(tokenizer), "max_position_embeddings": 384}
-    own = {name: tokenizer.convert_tokens_to_ids("<image>") for name in ("image_token_id", "image_token_index") if name in fields}
-    model = built(merged(fields, {"text_config": text}) | own, images=True)
+    fields = FAMILIES["gemma3"]() | {"image_token_index": tokenizer.image_token_id}
+    model = built(merged(fields, {"text_config": text}), images=True)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"), pad_token_id=0)
     model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4).save_pretrained(folder)
     return folder
