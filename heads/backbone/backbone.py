@@ -263,12 +263,11 @@ def load_backbone(
     attention: model_config.Attention = "auto",
     device: str | torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
-    images: bool = False,
 ) -> Backbone:
     """Load a frozen backbone from a folder or hub id with safetensors, a GGUF file (see `find_gguf`) or ``embedded``.
 
     ``trust_remote_code`` allows code from the model's repository. ``dtype``: see `loaded_dtype`. ``attention``: see `Attention`. ``place``
-    moves the model from the CPU to the device (default: whole). ``images``: see `auto_model`. Raises UserError; for trees see `refusal`.
+    moves the model from the CPU to the device; by default it is moved whole. Raises UserError; for trees see `refusal`.
     """
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
     config, gguf = model_config.load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)
@@ -276,7 +275,7 @@ def load_backbone(
     kind = model_config.loaded_dtype(dtype, config, on)
     reading = nullcontext() if gguf is None else model_config.from_gguf(gguf, kind, config)
     with model_config.loading("backbone", path), waiting(f"loading {path}"), reading:
-        model, report = model_config.auto_model(config, images).from_pretrained(
+        model, report = model_config.auto_model(config).from_pretrained(
             **source, dtype=kind, quantization_config=model_config.quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
             attn_implementation=model_config.attention_kernel(attention), use_safetensors=True, output_loading_info=True,
         )  # fmt: skip

@@ -31,6 +31,7 @@ from headstart.inference.engine.inputs import read_images
 from headstart.inference.engine.judge import Judge, Judgement, Text
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.processing import Processing
+from headstart.inference.engine.request import Request
 from headstart.inference.measure import Settings, continue_texts, only_given_settings, padded
 from headstart.support.terminal import progress
 
@@ -82,7 +83,7 @@ class Judging:
             return None
 
         def read(model: Any, ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **given: Any) -> Any:
-            return read_images(backbone, ids, [0], given)[0]
+            return read_images(backbone, Request.plain(ids, 0, (), LogitsProcessorList(), False), given)[0]
 
         with only_given_settings(backbone.model):
             return backbone.model.generate(**padded([prompt_T], backbone.model), **given, custom_generate=read, max_new_tokens=1)
@@ -279,11 +280,10 @@ def _same(tokens_T: Tensor, others_T: Tensor) -> int:
 def continued(system: System, group: dict[int, Tensor], settings: Settings, seed: int) -> list[Kept]:
     """The tokens ``[T]`` with which the system continues each prompt, and the logits ``[T, V]`` that they were chosen by."""
     assert isinstance(system, HeadstartSystem)
-    seeds = [seed + i for i in group]
-    images = system.images(list(group.values()))
-    output = continue_texts(system.heads, list(group.values()), system.settings(settings), seeds, output_logits=True, **images)
+    seeds, prompts = [seed + i for i in group], list(group.values())
+    output = continue_texts(system.heads, prompts, system.settings(settings), seeds, output_logits=True, **system.images(prompts))
     assert output.logits is not None
-    start, logits_BTV = max(map(len, group.values())), torch.stack(output.logits, 1)
+    start, logits_BTV = max(map(len, prompts)), torch.stack(output.logits, 1)
     lengths = [1 + sum(accepted) for accepted in output.accept_lengths]  # the prefill writes one token
     rows = zip(output.sequences, logits_BTV, lengths, strict=True)
     return [(row_T[start : start + length], row_TV[:length]) for row_T, row_TV, length in rows]

@@ -23,7 +23,6 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.versions import CACHE
-from headstart.inference.engine.inputs import read_images, require_usual_positions
 from headstart.inference.engine.known_processors import is_by_row, name_of
 from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError
@@ -175,9 +174,8 @@ def read_request(
     config: GenerationConfig,
     streamer: BaseStreamer | None,
     model_kwargs: Mapping[str, Any],
-    backbone: Backbone,
 ) -> Request:
-    """Read the arguments of a call. Raises UserError naming an argument that is not supported."""
+    """Read the arguments of a call but images. Raises UserError naming an argument that is not supported."""
     _refuse(config, model_kwargs, streamer)
     mask, beams = model_kwargs.get("attention_mask"), read_beam_rules(config)
     if beams is not None:
@@ -185,10 +183,6 @@ def read_request(
     pads = [0] * len(ids_BT) if mask is None else (mask == 0).sum(1).tolist()
     if mask is not None and any(bool((mask[b, :pad] != 0).any()) for b, pad in enumerate(pads)):
         raise UserError("attention_mask hides positions that are not at a row's left end; pad on the left (tokenizer.padding_side='left')")
-    images = read_images(backbone, ids_BT, pads, model_kwargs, beams is not None)
-    cache = _callers_cache(model_kwargs)
-    if not images:
-        require_usual_positions(model_kwargs.get("position_ids"), ids_BT, pads, cache is not None and cache.get_seq_length() > 0)
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     if not lengths and not any(True for c in criteria if type(c) is not EosTokenCriteria):
         raise UserError("no stopping criterion; give max_new_tokens or max_length")
@@ -208,8 +202,7 @@ def read_request(
         logits=bool(config.return_dict_in_generate and config.output_logits),
         dictionary=bool(config.return_dict_in_generate),
         beams=beams,
-        cache=cache,
-        images=images,
+        cache=_callers_cache(model_kwargs),
     )
 
 

@@ -18,7 +18,7 @@ from shrink import WIDTH, published, shrink
 from tiny_models import CHANGES, CONFIG_MAPPING, Fields, built, merged, small
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Gemma3Processor, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, Gemma3Processor, GenerationConfig, PreTrainedModel
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from headstart.heads.backbone.backbone import Backbone
@@ -56,7 +56,7 @@ FAMILIES: dict[str, Any] = {
 def image_model(family: str) -> PreTrainedModel:
     """A new model of one of `FAMILIES`."""
     fields = FAMILIES[family]()
-    return built(fields | {name: token for name, token in TOKENS.items() if name in fields}, images=True)
+    return built(fields | {name: token for name, token in TOKENS.items() if name in fields}, AutoModelForImageTextToText)
 
 
 @functools.cache
@@ -136,7 +136,7 @@ def make_image_model(folder: Path) -> Path:
     tokenizer._set_model_specific_special_tokens({"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"})
     text = {"vocab_size": len(tokenizer), "max_position_embeddings": 384}
     fields = FAMILIES["gemma3"]() | {"image_token_index": tokenizer.image_token_id}
-    model = built(merged(fields, {"text_config": text}), images=True)
+    model = built(merged(fields, {"text_config": text}), AutoModelForImageTextToText)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"), pad_token_id=0)
     model.save_pretrained(folder)
     Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4).save_pretrained(folder)

@@ -95,8 +95,8 @@ def test_a_conversation_continues_behind_its_images(family: str) -> None:
         say(of, also_written(prompt, other, pictures=False), past_key_values=cache, **HOW)
 
 
-def test_chains_behind_an_image() -> None:
-    on = Backbone(built(of_class("paligemma", {}) | {"projection_dim": 32}, images=True))  # prompts are read in both directions
+def test_chains_behind_an_image_of_a_prompt_read_in_both_directions() -> None:
+    on = Backbone(built(of_class("paligemma", {}) | {"projection_dim": 32, "image_token_index": IMAGE}))
     side, ids = on.model.config.vision_config.image_size, torch.tensor([[60] * 4 + prompt_of("gemma3", [6])["input_ids"][0].tolist()])
     picture = {"pixel_values": Picture(1).pixels(1, 3, side, side), "token_type_ids": torch.zeros_like(ids)}
     prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **picture}
@@ -138,7 +138,7 @@ def test_heads_say_once_that_they_have_seen_no_images(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"input_ids": texts(1, 9).clamp(max=LAST)}, "places for {'image': 0} features, and images of {'image': 4} features are given"),
+        ({"input_ids": texts(1, 9).clamp(max=LAST)}, "places for {'image': 0} features, the images {'image': 4}"),
         ({"pixel_values": None, "pixel_attention_mask": None}, "has 4 tokens 60, places for image input that is not given"),
         ({"input_ids": torch.tensor([[3, 4, *[IMAGE] * 4]])}, "the prompt ends with an image"),
         ({"num_beams": 2}, "images are not read in a beam search"),
@@ -167,7 +167,7 @@ ARGUMENTS = ["--backbone", "model", "--dtype", "fp32", "--capture", "off", "--ma
 
 def by_hand(messages: list[tuple[str, str]], pictures: list[str]) -> str:
     """What transformers writes for a conversation that begins with pictures."""
-    model, processor = load_backbone("model", dtype="fp32", images=True).model, load_processor("model")
+    model, processor = load_backbone("model", dtype="fp32").model, load_processor("model")
     whole = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in messages]
     whole[0]["content"] = [{"type": "image"}] * len(pictures) + whole[0]["content"]
     text = processor.apply_chat_template(whole, add_generation_prompt=True, tokenize=False)
