@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +28,7 @@ from headstart.heads.checkpoint import AGAIN, chat_of, load_drafter, read_metada
 from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.capture.capture import BackendName, dependencies, warn_once
 from headstart.inference.decode import Decoder
+from headstart.inference.engine.inputs import read_images
 from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_sides
@@ -158,7 +160,10 @@ class SpeculativeModel:
         self.backbone.require_same(model)
         streamer = handed_streamer(model) if streamer is None else streamer
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        request = replace(request, images=read_images(self.backbone, request, model_kwargs))
         require_sides(request, self.backbone)
+        if request.images and self.drafters:
+            warn_once("these heads have seen no images in training: after them fewer drafts may be accepted, and the text is the same")
         if request.beams is not None and (reason := self.backbone.no_trees or self.backbone.dependence) is not None:
             raise UserError(f"beams share passes, where {reason}; allowed: num_beams=1")
         if self.backbone.dependence is not None:

@@ -101,7 +101,8 @@ def _text(decoder: Decoder, row: int) -> Text:
 
     text, request = decoder.texts.of[row], decoder.request
     seed_1 = None if decoder.seeds_B is None else decoder.seeds_B[row : row + 1]
-    return Text(text.ids_T, len(text.written), seed_1, request.processing, request.pads_B[row], row)
+    images = decoder.prompts.images.get(row)
+    return Text(text.ids_T, len(text.written), seed_1, request.processing, request.pads_B[row], row, images)
 
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
+from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.probes import additive_mask, rope_switch
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.backbone.tree_attention import EXACT_FROM, repeated_tokens, tree_attention
@@ -51,8 +52,7 @@ class Backbone:
         self._heads_without_adapter: str | None = None
         self.gguf: GgufFile | None = None
         """The GGUF file that the weights were read from, if any."""
-        self.model, self.evaluation = model, Evaluation(model)
-        self.config = model.config.get_text_config()
+        self.model, self.evaluation, self.config = model, Evaluation(model), model.config.get_text_config()
         if model.config.is_encoder_decoder:
             raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
         self.base: nn.Module = probes.base_of(model)
@@ -192,13 +192,14 @@ class Backbone:
         positions_BT: Tensor | None = None,
         attention_mask: dict[str, Tensor] | None = None,
         taps: tuple[int, ...] = (),
+        images: Images | None = None,
     ) -> Features:
         """Run a forward pass over the tokens, after those in ``cache`` if given, and return their features.
 
         Features carry gradients if the backbone is trainable and grad is enabled. ``attention_mask`` holds ``[B, T, S]`` for each key
         of `windows`, True where a position may attend; None: causal. Right padding needs no mask, since no position before it attends
         to it. Recurrent layers ignore masks: they follow the `Branch` of `Recurrent.along`, and their cache must be made for the
-        model's configuration.
+        model's configuration. ``images`` of one row's prompt, with which it begins; they have its positions.
         """
         masked = attention_mask is not None or (cache is not None and not cache.layers)
         if self.recurrent is not None and not self.recurrent.reading and masked:
@@ -206,16 +207,15 @@ class Backbone:
                 f"{type(self.model).__name__} has recurrent layers, which follow no mask and need a cache made for its configuration: "
                 "no packing (data.packing=false), no beams (num_beams=1)"
             )
-        mask = None
-        if attention_mask is not None:
-            masks = {kind: additive_mask(allowed, self.dtype) for kind, allowed in attention_mask.items()}
-            mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        masks = {kind: additive_mask(allowed, self.dtype) for kind, allowed in (attention_mask or {}).items()}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()), None)
         differentiable = bool(self.trainable) and torch.is_grad_enabled()
         mode = partial(self._mode, differentiable, attention_mask is not None)
         again = recomputed_layers(self.layers, mode) if self.recomputing and differentiable and cache is None else nullcontext()
         with torch.set_grad_enabled(differentiable), mode(), again, tapped(self.layers, taps) as kept:
-            kept_in = {self._cache: cache, "use_cache": cache is not None}
-            out = self.base(input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, **kept_in)
+            given = {"position_ids": positions_BT} if images is None else images.of_text(tokens_BT.shape[1])
+            given |= {self._cache: cache, "use_cache": cache is not None}
+            out = self.base(input_ids=tokens_BT, attention_mask=mask, **given)
         return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
 
     @contextmanager

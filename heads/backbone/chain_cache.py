@@ -101,8 +101,9 @@ def chain_fault(model: PreTrainedModel, read: Callable[..., Any], tokens_1N: Ten
 class ChainRow:
     """The cache of one row, of which it owns all but the tokens that are pending."""
 
-    def __init__(self, cache: DynamicCache, length: int) -> None:
-        self.cache, self.length = cache, length
+    def __init__(self, cache: DynamicCache, length: int, offset: int = 0) -> None:
+        """``offset``: the position of the next token, less the length."""
+        self.cache, self.length, self.offset = cache, length, offset
         self.pending: list[int] = []
         self._before: DynamicCache | None = None
         self._chain: list[int] = []

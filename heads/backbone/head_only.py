@@ -72,6 +72,7 @@ class HeadOnlyBackbone(Backbone):
         positions_BT: Tensor | None = None,
         attention_mask: dict[str, Tensor] | None = None,
         taps: tuple[int, ...] = (),
+        images: Any = None,
     ) -> Features:
         """Return what `reader` does. Raises UserError without one, and for anything but a few tokens alone."""
         if self.reader is None or cache is not None or attention_mask is not None:

@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -99,10 +100,14 @@ def from_gguf(file: GgufFile, dtype: torch.dtype | str, config: PretrainedConfig
     return reading(file, dtype, empty_model(config, str(file.path)))
 
 
+WITH_IMAGES: ContextVar[bool] = ContextVar("a model is loaded by the class that reads images", default=False)
+"""Where there is another for text alone, as for Qwen3.5; ``--image`` sets it."""
+
+
 def auto_model(config: PretrainedConfig) -> Any:
     """Return the class that loads a model: transformers has some that read images, as Ministral-3, under no causal language model."""
     reads_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
+    causal = not reads_images or not WITH_IMAGES.get() and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
 
 

@@ -47,6 +47,7 @@ class RaggedCache:
         lengths_B: Tensor,
         states: States | None = None,
         memory: FixedMemory | None = None,
+        offset: int = 0,
     ) -> None:
         """``layers``: keys and values ``[B, H, T, D]`` of right-padded prompts; None for recurrent layers, which are in ``states``.
 
@@ -59,6 +60,8 @@ class RaggedCache:
         self.states, self.memory = states, memory
         self.lengths_B = lengths_B
         self._lengths: list[int] = lengths_B.tolist()  # on the host too: reading from the device would wait for it
+        self.offsets = [offset] * len(self._lengths)
+        """The position of each row's next token, less its length: another than 0 after images that take fewer positions than tokens."""
 
     @property
     def longest(self) -> int:
@@ -133,7 +136,7 @@ class RaggedCache:
         states = iter(list_tensors(other.states))
         self.states = map_tensors(lambda mine: torch.cat([self._rows(mine), other._rows(next(states))], 1), self.states)
         self.lengths_B = torch.cat([self.lengths_B, other.lengths_B])
-        self._lengths = self._lengths + other._lengths
+        self._lengths, self.offsets = self._lengths + other._lengths, self.offsets + other.offsets
 
     def replace(self, rows: list[int], other: RaggedCache) -> None:
         """Put the rows of another cache of the same layers in the places of ``rows``, which is less to move than `select` and `join`."""
@@ -143,8 +146,8 @@ class RaggedCache:
         theirs = iter(list_tensors(other.states))  # a new cache is not padded yet
         self.states = map_tensors(lambda mine: mine.index_copy(1, rows_B, next(theirs)), self.states)
         self.lengths_B = self.lengths_B.index_copy(0, rows_B, other.lengths_B)
-        for row, length in zip(rows, other._lengths, strict=True):
-            self._lengths[row] = length
+        for row, length, offset in zip(rows, other._lengths, other.offsets, strict=True):
+            self._lengths[row], self.offsets[row] = length, offset
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
@@ -153,7 +156,7 @@ class RaggedCache:
         self.values = tuple(select_rows(store, rows_B) for store in self.values)
         self.states = map_tensors(lambda state: state[:, rows_B], self.states)
         self.lengths_B = self.lengths_B[rows_B]
-        self._lengths = [self._lengths[row] for row in rows]
+        self._lengths, self.offsets = [self._lengths[row] for row in rows], [self.offsets[row] for row in rows]
 
 
 def _groups(layers: dict[int, tuple[Tensor, Tensor]]) -> list[list[int]]:

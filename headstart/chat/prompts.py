@@ -82,6 +82,10 @@ class Prompter:
         except TemplateRefusal as refusal:
             raise UserError(f"the chat template refuses the conversation: {refusal}; change it, or give --raw") from None
 
+    def beside(self, ids_T: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """What the model reads beside a prompt's tokens: images (`ImagePrompter`)."""
+        return {}
+
     def answered(self, messages: Sequence[Message], answer_T: Tensor) -> Message:
         """The message that was written after these. Without a chat template, its text without special tokens."""
         if self.templated:

@@ -123,6 +123,8 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     about = "keep the heads' KV cache in host memory between drafts"
     parser.add_argument("--offload-draft-kv", action="store_true", help=about)
     add_model(parser)
+    about = "an image that the prompt (bench: every prompt) is about: a local file or data: URL; may be repeated (needs headstart[images])"
+    parser.add_argument("--image", action="append", metavar="FILE", help=about)
     parser.add_argument("--max-new-tokens", type=count(1), default=128, metavar="N", help="most tokens to generate (128)")
     about = "size of the candidate tree, root (bonus token) included; SGLang's num_draft_tokens (default: adaptive)"
     parser.add_argument("--nodes", type=NODES, metavar="N", help=about)

@@ -109,6 +109,9 @@ def bench_subject(args: argparse.Namespace) -> Subject:
     if (args.prompt_lookup or args.assistant) and 1 not in batches:
         assisted = "transformers' assisted decoding (--prompt-lookup, --assistant) takes one sequence at a time"
         raise UserError(f"{assisted}, and --batch-size is {' '.join(map(str, batches))}; add 1 to --batch-size or leave them out")
+    if args.image and (batches != [1] or args.prompt_lookup or args.assistant):
+        others = "--batch-size, --prompt-lookup and --assistant"  # transformers' prompt lookup drafts tokens of images, and fails
+        raise UserError(f"prompts with images are measured one at a time, without transformers' assisted decoding; leave out {others}")
     trained = args.heads or []
     if args.include_heads_only and not (trained and drafts_untrained(args)):
         others = "--propose, --draft-model or --early-exit"

@@ -82,6 +82,8 @@ class Chat:
         stopped = False
         try:
             seed, given = self.seed + len(self.answers), {"logits_processor": self.processors, CACHE: self.cache}
+            if not self.cache.get_seq_length():  # else it holds the images
+                given |= self.prompter.beside(prompt_T, self.heads.backbone.device)
             tally = continue_text(self.heads, prompt_T, settings, seed, streamer=painter, **given).tally
         except KeyboardInterrupt:
             painter.end()

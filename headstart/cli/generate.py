@@ -54,7 +54,7 @@ def generate(args: argparse.Namespace) -> int:
     streamer = SafeStreamer(tokenizer, skip_prompt=not args.echo, skip_special_tokens=True)
     own = {"streamer": streamer, "tokenizer": tokenizer, "logits_processor": grammar_of(args, backbone, tokenizer)}
     start = time.perf_counter()
-    output = continue_texts(heads, [prompt_T], settings, [seed], **own)
+    output = continue_texts(heads, [prompt_T], settings, [seed], **own, **prompter.beside(prompt_T, backbone.device))
     seconds = time.perf_counter() - start
     report: dict[str, Any] = {"backbone": name, "heads": None if args.no_draft else args.heads, "temperature": args.temperature}
     report["seed"] = seed if args.temperature > 0 else None

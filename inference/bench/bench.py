@@ -32,6 +32,7 @@ from headstart.inference.bench.systems import (
     AR,
     AR_TRANSFORMERS,
     FIXED,
+    Beside,
     HeadstartSystem,
     OtherPrograms,
     System,
@@ -182,9 +183,10 @@ def compare(
     """
     backbone = heads[0][1].backbone
     fitting, too_long = those_that_fit(prompts, plan, backbone)
-    ar = HeadstartSystem(AR, SpeculativeModel(backbone, capture=heads[0][1].capture))
-    ar_transformers = TransformersSystem(AR_TRANSFORMERS, backbone)
-    drafting, judging = _drafting_systems(heads, plan), Judging(backbone)
+    beside = None if prompter is None else prompter.beside
+    ar = HeadstartSystem(AR, SpeculativeModel(backbone, capture=heads[0][1].capture), None, beside)
+    ar_transformers = TransformersSystem(AR_TRANSFORMERS, backbone, None, beside)
+    drafting, judging = _drafting_systems(heads, plan, beside), Judging(backbone, beside)
     report = _header(backbone, fitting, plan, len(prompts)) | {"set_aside": too_long}
     for temperature in plan.temperatures:
         first: SystemResult | None = None
@@ -229,14 +231,14 @@ def _judge(judging: Judging, rows: dict[System, dict[str, Any]], by_system: dict
         rows[system]["logits"] = compared
 
 
-def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan) -> list[HeadstartSystem]:
+def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan, beside: Beside | None) -> list[HeadstartSystem]:
     """The heads as given and, if the plan says so, each trained drafter without proposers, in adaptive and in fixed trees."""
-    systems = [HeadstartSystem(name, one) for name, one in heads]
+    systems = [HeadstartSystem(name, one, None, beside) for name, one in heads]
     trained = [(name, one) for name, one in heads if one.drafter is not None]
     if plan.also_alone:
-        systems += [HeadstartSystem(f"{name}{ALONE}", _alone(one)) for name, one in trained]
+        systems += [HeadstartSystem(f"{name}{ALONE}", _alone(one), None, beside) for name, one in trained]
     if plan.fixed_trees is not None:
-        systems += [HeadstartSystem(f"{name}{FIXED}", _alone(one), plan.fixed_trees) for name, one in trained]
+        systems += [HeadstartSystem(f"{name}{FIXED}", _alone(one), plan.fixed_trees, beside) for name, one in trained]
     return systems
 
 

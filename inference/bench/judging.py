@@ -25,11 +25,14 @@ from tqdm import tqdm
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.bench.systems import AR, HeadstartSystem, System, SystemResult
+from headstart.heads.backbone.images import Images
+from headstart.inference.bench.systems import AR, Beside, HeadstartSystem, System, SystemResult
+from headstart.inference.engine.inputs import read_images
 from headstart.inference.engine.judge import Judge, Judgement, Text
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.processing import Processing
-from headstart.inference.measure import Settings, continue_texts
+from headstart.inference.engine.request import Request
+from headstart.inference.measure import Settings, continue_texts, only_given_settings, padded
 from headstart.support.terminal import progress
 
 Row = dict[str, Any]
@@ -39,8 +42,8 @@ IDENTICAL, NEAR_TIE, FAULT = "identical", "near-tie", "fault"
 class Judging:
     """The judgements of one report."""
 
-    def __init__(self, backbone: Backbone) -> None:
-        self.judge = Judge(backbone)
+    def __init__(self, backbone: Backbone, beside: Beside | None = None) -> None:
+        self.judge, self.beside = Judge(backbone), beside
         self.entries: list[Entry] = []
         self._read: dict[tuple[Any, ...], Judgement] = {}
 
@@ -66,11 +69,24 @@ class Judging:
             return self._read[key]
         warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature > 0 else [])
         seed_1 = row_seeds([seed], 1, torch.device("cpu")) if temperature > 0 else None
-        text = Text(torch.cat([prompt_T, answer_T.to(prompt_T)]), len(answer_T), seed_1, Processing(warpers, 1))
+        images = self._images(prompt_T)
+        text = Text(torch.cat([prompt_T, answer_T.to(prompt_T)]), len(answer_T), seed_1, Processing(warpers, 1), images=images)
         self._read[key] = found = self.judge.judge(text, logits_TV)
         if not self.judge.rounding.texts:  # the report says how large it is
-            self.judge.rounding.measure(text.ids_T.to(self.judge.backbone.device), text.prompt)
+            self.judge.rounding.measure(text.ids_T.to(self.judge.backbone.device), text.prompt, images=images)
         return found
+
+    def _images(self, prompt_T: Tensor) -> Images | None:
+        """A prompt's images, as transformers' ``generate`` hands them on."""
+        backbone = self.judge.backbone
+        if not (given := {} if self.beside is None else self.beside(prompt_T, backbone.device)):
+            return None
+
+        def read(model: Any, ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **given: Any) -> Any:
+            return read_images(backbone, Request.plain(ids, 0, (), LogitsProcessorList(), False), given)[0]
+
+        with only_given_settings(backbone.model):
+            return backbone.model.generate(**padded([prompt_T], backbone.model), **given, custom_generate=read, max_new_tokens=1)
 
     def finish(self, report: Row) -> None:
         """Fill in ``teacher_forced`` and ``verdict`` of every entry, and the size of rounding and the ``verdict`` of the report."""
@@ -264,10 +280,10 @@ def _same(tokens_T: Tensor, others_T: Tensor) -> int:
 def continued(system: System, group: dict[int, Tensor], settings: Settings, seed: int) -> list[Kept]:
     """The tokens ``[T]`` with which the system continues each prompt, and the logits ``[T, V]`` that they were chosen by."""
     assert isinstance(system, HeadstartSystem)
-    seeds = [seed + i for i in group]
-    output = continue_texts(system.heads, list(group.values()), system.settings(settings), seeds, output_logits=True)
+    seeds, prompts = [seed + i for i in group], list(group.values())
+    output = continue_texts(system.heads, prompts, system.settings(settings), seeds, output_logits=True, **system.images(prompts))
     assert output.logits is not None
-    start, logits_BTV = max(map(len, group.values())), torch.stack(output.logits, 1)
+    start, logits_BTV = max(map(len, prompts)), torch.stack(output.logits, 1)
     lengths = [1 + sum(accepted) for accepted in output.accept_lengths]  # the prefill writes one token
     rows = zip(output.sequences, logits_BTV, lengths, strict=True)
     return [(row_T[start : start + length], row_TV[:length]) for row_T, row_TV, length in rows]

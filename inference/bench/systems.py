@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +27,8 @@ from headstart.inference.measure import Settings, continue_by_transformers, cont
 from headstart.inference.steps import PARTS, Tally
 from headstart.support.errors import UserError
 
+Beside = Callable[[Tensor, torch.device], dict[str, Tensor]]
+"""`Prompter.beside`."""
 AR, AR_TRANSFORMERS, LOOKUP = "AR (headstart)", "AR (transformers)", "prompt lookup"
 """Autoregressive decoding by headstart's loop, the same by transformers' ``generate``, and transformers' prompt lookup decoding."""
 ALONE, FIXED = ", alone", ", fixed trees"
@@ -56,8 +58,12 @@ class System(ABC):
     plain: System | None = None
     """For a system that drafts, in another engine than transformers: the same engine without drafts, whose text it writes."""
 
-    def __init__(self, name: str, backbone: Backbone) -> None:
-        self.name, self.backbone = name, backbone
+    def __init__(self, name: str, backbone: Backbone, beside: Beside | None = None) -> None:
+        self.name, self.backbone, self.beside = name, backbone, beside
+
+    def images(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What the model reads beside the tokens; of several prompts nothing."""
+        return {} if self.beside is None else self.beside(prompts[0], self.backbone.device)
 
     @property
     def capture(self) -> CaptureReport | None:
@@ -72,8 +78,10 @@ class System(ABC):
 class HeadstartSystem(System):
     """Headstart's decoding loop; autoregressive without drafter and proposers. ``fixed``: shapes of its trees, greedy and sampled."""
 
-    def __init__(self, name: str, heads: SpeculativeModel, fixed: tuple[TreeShape, TreeShape] | None = None) -> None:
-        super().__init__(name, heads.backbone)
+    def __init__(
+        self, name: str, heads: SpeculativeModel, fixed: tuple[TreeShape, TreeShape] | None = None, beside: Beside | None = None
+    ) -> None:
+        super().__init__(name, heads.backbone, beside)
         self.heads, self.fixed = heads, fixed
 
     def settings(self, settings: Settings) -> Settings:
@@ -90,7 +98,7 @@ class HeadstartSystem(System):
         return self.heads.engine(bool(self.sources)).capturer.report()
 
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Continuations:
-        output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
+        output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed, **self.images(prompts))
         start = max(map(len, prompts))
         lengths = [1 + sum(accepted) for accepted in output.accept_lengths]  # the prefill writes one token
         sequences = [row[start : start + length].cpu() for row, length in zip(output.sequences, lengths, strict=True)]
@@ -107,8 +115,8 @@ class HeadstartSystem(System):
 class TransformersSystem(System):
     """Transformers' own ``generate``. ``arguments``: for assisted decoding, which takes one sequence at a time; None: autoregressive."""
 
-    def __init__(self, name: str, backbone: Backbone, arguments: dict[str, Any] | None = None) -> None:
-        super().__init__(name, backbone)
+    def __init__(self, name: str, backbone: Backbone, arguments: dict[str, Any] | None = None, beside: Beside | None = None) -> None:
+        super().__init__(name, backbone, beside)
         self.arguments, self.drafts = arguments or {}, arguments is not None
         self.one_by_one = self.drafts
 
@@ -123,7 +131,7 @@ class TransformersSystem(System):
 
         counting = self.backbone.model.register_forward_pre_hook(count)
         try:
-            given = {"stopping_criteria": StoppingCriteriaList([first]), **self.arguments}
+            given = {"stopping_criteria": StoppingCriteriaList([first]), **self.arguments, **self.images(prompts)}
             with watch:
                 output = continue_by_transformers(self.backbone.model, prompts, settings, seeds[0], **given)
                 seconds, start = watch.lap(), max(map(len, prompts))

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from headstart.heads.backbone.features import Features, join_features
+from headstart.heads.backbone.images import placeholders
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.engine.processing import common_prefix
 from headstart.inference.engine.reader import Reader
@@ -29,6 +30,8 @@ class Earlier:
 
     ids: list[int]
     features: Features
+    offset: int
+    """The position of the token after it, less its length (`RaggedCache`)."""
     keys: Tensor
     """The keys of its first layer: others there mean that something else has changed it."""
     reader: ref[Reader]
@@ -46,6 +49,7 @@ class Continued:
         alone = len(request.ids_BT) == 1 and not request.pads_B[0] and request.beams is None
         possible = alone and backbone.recurrent is None and backbone.no_trees is None and backbone.rope_limit is None
         self.cache = request.cache if possible else None
+        self._placeholders = {*placeholders(backbone.model.config).values()}
         self._parts: list[Features] = []
 
     def prefill(self, ids_T: Tensor) -> tuple[Features, RaggedCache] | None:
@@ -55,11 +59,11 @@ class Continued:
             return None
         ids = ids_T.tolist()[:-1]  # the logits after the last token are needed
         common = common_prefix(earlier.ids, ids)
-        if not common:
+        if not common or not self._placeholders.isdisjoint(earlier.ids[common:]):  # an offset is that after all images
             return None
         layers = [(layer.keys[..., :common, :], layer.values[..., :common, :]) for layer in self.cache.layers]
         before: Features = map_tensors(lambda value_1T: value_1T[:, :common], earlier.features)
-        return self.reader.continued(layers, before, ids_T[None, common:])
+        return self.reader.continued(layers, before, ids_T[None, common:], earlier.offset)
 
     def note(self, features: Features) -> None:
         """Note the features of the next tokens."""
@@ -72,7 +76,7 @@ class Continued:
             return
         T = len(ids_T) - 1
         layers = []
-        for number in range(self.reader.backbone.num_layers):
+        for number in sorted(number for group in read.groups for number in group):  # Gemma-4's last layers have those of earlier ones
             layer = DynamicLayer()
             keys, values = (side[:1, :, :T] for side in read.layer(number))
             layer.lazy_initialization(keys, values)
@@ -81,7 +85,7 @@ class Continued:
         self.cache.layers[:] = layers
         features: Features = map_tensors(lambda value_1T: value_1T[:, :T], join_features(self._parts))
         features = Features(features.tokens_BT, features.hidden_BTD, features.taps)
-        _earlier[self.cache] = Earlier(ids_T[:-1].tolist(), features, layers[0].keys, ref(self.reader))
+        _earlier[self.cache] = Earlier(ids_T[:-1].tolist(), features, read.offsets[0], layers[0].keys, ref(self.reader))
 
 
 def _keys(cache: DynamicCache) -> Tensor | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.images import Images
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.processing import History, Processing
 from headstart.inference.engine.rounding import Rounding, differences
@@ -45,6 +46,7 @@ class Text:
     pads: int = 0
     row: int = 0
     """The number of its row in the call."""
+    images: Images | None = None
 
     @property
     def prompt(self) -> int:
@@ -89,11 +91,11 @@ class Judge:
         found = self._read(text, ids_T, kept_NV)
         size, number = found.worst
         if size > self.rounding.tolerance and self.rounding.texts < MOST_MEASURED:
-            self.rounding.measure(ids_T[: text.prompt + number], text.prompt, seconds)
+            self.rounding.measure(ids_T[: text.prompt + number], text.prompt, seconds, text.images)
         return found
 
     def _read(self, text: Text, ids_T: Tensor, kept_NV: Tensor | None) -> Judgement:
-        hidden_TD = self.backbone.read(ids_T[None, :-1]).hidden_BTD[0]
+        hidden_TD = self.backbone.read(ids_T[None, :-1], images=text.images).hidden_BTD[0]
         if text.prompt <= (turn := self.backbone.rope_limit or 0) < len(hidden_TD):  # decoded with other rotary frequencies up to there
             hidden_TD = torch.cat([self.backbone.read(ids_T[None, :turn]).hidden_BTD[0], hidden_TD[turn:]])
         found, step = Judgement(text.written), max(1, MOST_LOGITS // self.backbone.vocab)

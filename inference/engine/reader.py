@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features, stack_rows
+from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
 from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache
@@ -55,53 +56,59 @@ class Reader:
         self.memory = self.capturer.memory if self.capturer.fixed else None
         self.capturer.memory.positions = max(self.capturer.memory.positions, positions)
 
-    def prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
-        """Prefill right-padded rows: returns their features, with padding marked, and their cache."""
-        if self.backbone.recurrent is not None and len(tokens_BT) > 1:
-            return self._by_length(tokens_BT, lengths_B)
-        return self._prompts(tokens_BT, lengths_B)
+    def prompts(self, tokens_BT: Tensor, lengths_B: Tensor, images: Sequence[Images | None] = ()) -> tuple[Features, RaggedCache]:
+        """Prefill right-padded rows: returns their features, with padding marked, and their cache. ``images``: by row; empty: none."""
+        if (self.backbone.recurrent is not None or any(images)) and len(tokens_BT) > 1:
+            return self._apart(tokens_BT, lengths_B, images)
+        return self._prompts(tokens_BT, lengths_B, *images)
 
-    def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
-        features, layers, states = self._prefill(tokens_BT)
+    def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor, *images: Images | None) -> tuple[Features, RaggedCache]:
+        own = next(filter(None, images), None)  # of the only row
+        features, layers, states = self._prefill(tokens_BT, own)
+        if own is not None:  # the token of an image may have no embedding, which drafters read
+            features = replace(features, tokens_BT=tokens_BT.clamp(max=self.backbone.vocab - 1))
         if len(tokens_BT) > 1:
             place_BT = self._places(tokens_BT)
             features = features.gather(place_BT, place_BT < lengths_B[:, None])
-        return features, RaggedCache(layers, lengths_B, states, self.memory)
+        return features, RaggedCache(layers, lengths_B, states, self.memory, 0 if own is None else own.offset)
 
-    def continued(self, layers: Sequence[tuple[Tensor, Tensor]], before: Features, tokens_1T: Tensor) -> tuple[Features, RaggedCache]:
+    def continued(
+        self, layers: Sequence[tuple[Tensor, Tensor]], before: Features, tokens_1T: Tensor, offset: int = 0
+    ) -> tuple[Features, RaggedCache]:
         """Prefill the tokens of one row that follow others: returns the features and the cache of all of them.
 
-        ``layers``, ``before``: keys and values ``[1, H, T, D]``, and features, of the tokens before.
+        ``layers``, ``before``: keys and values ``[1, H, T, D]``, and features, of the tokens before. ``offset``: see `RaggedCache`.
         """
         cache, known = DynamicCache(), layers[0][0].shape[-2]
         for number, layer in enumerate(layers):
             cache.update(*layer, number)
-        read = self._alike(lambda: self.backbone.read(tokens_1T, cache, known + self._places(tokens_1T), taps=self.taps))
+        read = self._alike(lambda: self.backbone.read(tokens_1T, cache, known + offset + self._places(tokens_1T), taps=self.taps))
         whole = join_features([before, read()])
         lengths_1 = torch.tensor([known + tokens_1T.shape[1]], device=tokens_1T.device)
         both = [(layer.keys, layer.values) for layer in cache.layers]
-        return replace(whole, document_BT=None), RaggedCache(both, lengths_1, None, self.memory)
+        return replace(whole, document_BT=None), RaggedCache(both, lengths_1, None, self.memory, offset)
 
     @staticmethod
     def _places(tokens_BT: Tensor) -> Tensor:
         return torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
 
-    def _prefilled(self, tokens_BT: Tensor) -> tuple[Features, Layers, States | None]:
+    def _prefilled(self, tokens_BT: Tensor, images: Images | None) -> tuple[Features, Layers, States | None]:
         """The features of the prompts' tokens, keys and values of every layer, and the states of recurrent ones."""
         recurrent = self.backbone.recurrent
         # Without the model's configuration, sliding-window layers keep all of their keys.
         cache = DynamicCache() if recurrent is None else DynamicCache(config=self.backbone.config)
-        features = self.backbone.read(tokens_BT, cache, self._places(tokens_BT), taps=self.taps)
+        features = self.backbone.read(tokens_BT, cache, self._places(tokens_BT), None, self.taps, images)
         numbers = recurrent.numbers if recurrent is not None else ()
         layers = [None if number in numbers else (layer.keys, layer.values) for number, layer in enumerate(cache.layers)]
         return features, layers, States.of(cache, numbers) if numbers else None
 
-    def _by_length(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
-        """Prefill the rows of each length separately, since padding would enter a recurrent layer's state."""
-        rows: dict[int, list[int]] = {}
+    def _apart(self, tokens_BT: Tensor, lengths_B: Tensor, images: Sequence[Images | None]) -> tuple[Features, RaggedCache]:
+        """Prefill each row with images by itself, and the others by length, since padding would enter a recurrent layer's state."""
+        rows: dict[tuple[int, Images | None], list[int]] = {}
         for row, length in enumerate(lengths_B.tolist()):
-            rows.setdefault(length, []).append(row)
-        parts, caches = zip(*(self._prompts(tokens_BT[some, :length], lengths_B[some]) for length, some in rows.items()), strict=True)
+            rows.setdefault((length, images[row] if images else None), []).append(row)
+        groups = ((tokens_BT[some, :length], lengths_B[some], own) for (length, own), some in rows.items())
+        parts, caches = zip(*(self._prompts(*group) for group in groups), strict=True)
         order = [row for some in rows.values() for row in some]
         back = sorted(range(len(order)), key=order.__getitem__)
         for cache in caches[1:]:
@@ -135,11 +142,12 @@ class Reader:
             self.view = TreeCache(cache.groups)
         stores = cache.keys, cache.values
         B, rows = len(tokens_BN), stores[0][0].shape[1]
-        inputs = (tokens_BN, levels_BM, ancestors_BNM), index_BN, cache.lengths_B
+        offsets = [torch.tensor(cache.offsets, device=tokens_BN.device)] if any(cache.offsets) else []
+        inputs: Any = (tokens_BN, levels_BM, ancestors_BNM), index_BN, (cache.lengths_B, *offsets)
         if rows > B:  # fixed memory
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
-        nodes, index_BN, lengths_B = inputs
-        arguments = (stores, cache.states), nodes, index_BN, (lengths_B, torch.arange(slots, device=tokens_BN.device))
+        nodes, index_BN, ends = inputs
+        arguments = (stores, cache.states), nodes, index_BN, (*ends, torch.arange(slots, device=tokens_BN.device))
         features, logits_BNV, added = self.read(*arguments)
         if features.taps is not None and len(features.taps) > len(self.taps):
             features = replace(features, taps={tap: features.taps[tap] for tap in self.taps} or None)
@@ -153,17 +161,20 @@ class Reader:
         held: tuple[Stores, States | None],
         nodes: tuple[Tensor, Tensor, Tensor],
         index_BN: Tensor | None,
-        ends: tuple[Tensor, Tensor],
+        ends: tuple[Tensor, ...],
     ) -> tuple[Features, Tensor, Added | None]:
-        """``nodes``, ``index_BN``: see `nodes`. ``ends``: the rows' lengths, and the slots attended to, of which only the number counts."""
+        """``nodes``, ``index_BN``: see `nodes`. ``ends``: the rows' lengths, their offsets if there are any, which masks do not count, and
+        the slots attended to, of which only the number counts."""
         assert self.view is not None
-        (stores, states), (tokens_BN, levels_BM, ancestors_BNM), (lengths_B, slot_S) = held, nodes, ends
+        (stores, states), (tokens_BN, levels_BM, ancestors_BNM), (lengths_B, *offsets, slot_S) = held, nodes, ends
         positions_BM = positions_BN = lengths_B[:, None] + levels_BM
         if index_BN is None:
             slots_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)
         else:
             slots_BN, positions_BN = lengths_B[:, None] + index_BN, positions_BM.gather(1, index_BN)
         masks = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slot_S.shape[0], self.backbone.windows)
+        for offset_B in offsets:
+            positions_BN = positions_BN + offset_B[:, None]
         self.view.over(stores, slots_BN, slot_S.shape[0])
         if tokens_BN.shape != (1, 1) or not self.backbone.exact:
             return self._pass(taps, Branch(states, ancestors_BNM, levels_BM), tokens_BN, positions_BN, masks)

@@ -21,7 +21,8 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.versions import CACHE, NAMES
+from headstart.heads.backbone.images import Images
+from headstart.heads.backbone.versions import CACHE
 from headstart.inference.engine.known_processors import is_by_row, name_of
 from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError
@@ -102,14 +103,6 @@ def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
     )
 
 
-NO_EFFECT = (
-    "attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
-    "output_router_logits", "mm_encoder_outputs",
-)  # fmt: skip
-"""Arguments of the model's forward that are read here or change no token.
-
-``mm_encoder_outputs``: transformers gives every model that reads images an empty dictionary where there are none.
-"""
 OTHER_MODES = (
     "is_assistant", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers", "num_beam_groups",
     "diversity_penalty", "constraints", "force_words_ids", "num_beams", "do_sample",
@@ -145,6 +138,8 @@ class Request:
     """None: no beam search."""
     cache: DynamicCache | None = None
     """The caller's, which holds the text read so far or is to hold it."""
+    images: tuple[Images | None, ...] = ()
+    """Those of each row's prompt; empty if none has any."""
 
     @cached_property
     def in_steps(self) -> bool:
@@ -180,7 +175,7 @@ def read_request(
     streamer: BaseStreamer | None,
     model_kwargs: Mapping[str, Any],
 ) -> Request:
-    """Read the arguments of a call. Raises UserError naming an argument that is not supported."""
+    """Read the arguments of a call but images. Raises UserError naming an argument that is not supported."""
     _refuse(config, model_kwargs, streamer)
     mask, beams = model_kwargs.get("attention_mask"), read_beam_rules(config)
     if beams is not None:
@@ -188,7 +183,6 @@ def read_request(
     pads = [0] * len(ids_BT) if mask is None else (mask == 0).sum(1).tolist()
     if mask is not None and any(bool((mask[b, :pad] != 0).any()) for b, pad in enumerate(pads)):
         raise UserError("attention_mask hides positions that are not at a row's left end; pad on the left (tokenizer.padding_side='left')")
-    _require_usual_positions(model_kwargs.get("position_ids"), ids_BT, pads)
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     if not lengths and not any(True for c in criteria if type(c) is not EosTokenCriteria):
         raise UserError("no stopping criterion; give max_new_tokens or max_length")
@@ -229,11 +223,6 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
     if config.cache_implementation not in CACHES:
         allowed = ", ".join(str(kind) for kind in CACHES)
         raise UserError(f"cache_implementation={config.cache_implementation!r} is not supported; allowed: {allowed}")
-    if encoded := model_kwargs.get("mm_encoder_outputs"):
-        raise UserError(f"{' and '.join(encoded)} input is not supported: heads decode from text alone; leave it out")
-    for name, value in model_kwargs.items():
-        if name not in NO_EFFECT and value is not None and value is not False:
-            raise UserError(f"{name} is not supported: heads decode from input_ids and attention_mask alone; leave it out")
     past = model_kwargs.get(CACHE)
     if past is not None and type(past) is not DynamicCache and past.get_seq_length() > 0:
         raise UserError(f"{CACHE} is a {type(past).__name__} that holds tokens; give a DynamicCache, or an empty cache")
@@ -244,23 +233,6 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
 def _callers_cache(model_kwargs: Mapping[str, Any]) -> DynamicCache | None:
     past = model_kwargs.get(CACHE)
     return past if type(past) is DynamicCache and getattr(past, "_is_user_defined", False) else None  # transformers marks it
-
-
-def _require_usual_positions(position_ids: Tensor | None, ids_BT: Tensor, pads: list[int]) -> None:
-    """Raise UserError for ``position_ids`` other than those that transformers makes; what they are for padding does not matter."""
-    if position_ids is None:
-        return
-    T, rows = ids_BT.shape[1], len(pads)
-    if position_ids.shape[-1] != T:
-        raise UserError(f"position_ids or attention_mask are for {position_ids.shape[-1]} tokens, input_ids has {T}; give as many")
-    usual_BT = torch.arange(T) - torch.tensor(pads)[:, None]
-    given_XBT = position_ids.reshape(-1, *position_ids.shape[-2:]).cpu()  # some models have several positions for each token
-    given_XBT = given_XBT[:, :: max(given_XBT.shape[1] // rows, 1)]  # of beams, the first
-    if bool(((given_XBT != usual_BT) & (usual_BT >= 0)).any()):
-        raise UserError(
-            "position_ids other than 0, 1, 2, ... from each row's first token on are not supported: drafts have positions of their own; "
-            "leave position_ids out"
-        )
 
 
 def require_side(backbone: Backbone, length: int, turning: bool = False) -> None:

@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import nudged
+from headstart.heads.backbone.images import Images
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.chains import reader_of
 from headstart.inference.engine.tree import CandidateTree, chain
@@ -68,24 +69,25 @@ class Rounding:
         return MARGIN * self.size
 
     @torch.no_grad()
-    def measure(self, ids_T: Tensor, prompt: int, seconds: float = math.inf) -> None:
-        """Read the end of a text again, without its first ``prompt`` tokens.
+    def measure(self, ids_T: Tensor, prompt: int, seconds: float = math.inf, images: Images | None = None) -> None:
+        """Read the end of a text again, without its first ``prompt`` tokens, which have the ``images``.
 
         Begins with wide pieces, of which there are few, and with no further width after ``seconds``.
         """
         if prompt <= (turn := self.backbone.rope_limit or 0):  # pieces after a change of rotary frequencies differ by more than rounding
             ids_T = ids_T[:turn]
         deadline, start = time.perf_counter() + seconds, min(max(prompt, len(ids_T) - REGION), len(ids_T) - 1)
-        expected_RV = self._whole(ids_T, start)
+        expected_RV = self._whole(ids_T, start, images)
         with nudged(self.backbone.layers):
-            nudging = difference(self._whole(ids_T, start), expected_RV)
+            nudging = difference(self._whole(ids_T, start, images), expected_RV)
         siblings = 0 < start < len(ids_T) - 1 and self.backbone.no_trees is None
-        beside = self._beside(ids_T, start) if siblings else 0.0
+        beside = self._beside(ids_T, start, images) if siblings else 0.0
         self.beside = max(self.beside, beside) if beside > MARGIN * nudging else self.beside
         for width in WIDTHS if start else ():
             if width < WIDTHS[0] and time.perf_counter() > deadline:
                 break
-            by_model, by_trees = (difference(read(ids_T, start, width), expected_RV) for read in (self._by_model, self._by_trees))
+            ways = (self._by_model, self._by_trees)
+            by_model, by_trees = (difference(read(ids_T, start, width, images), expected_RV) for read in ways)
             both = (min(by_model, nudging) if self.beside else by_model, min(by_trees, nudging))
             self.measured = max(self.measured, *(one for one in both if math.isfinite(one)))
         self.see(expected_RV)
@@ -95,23 +97,25 @@ class Rounding:
         """Note the largest of some logits."""
         self.largest_logit = max(self.largest_logit, float(logits_RV.nan_to_num(0, 0, 0).abs().max()))
 
-    def _whole(self, ids_T: Tensor, start: int) -> Tensor:
+    def _whole(self, ids_T: Tensor, start: int, images: Images | None) -> Tensor:
         """The logits ``[R, V]`` after each position from ``start`` on, by one pass over the text."""
-        return self.backbone.readout(self.backbone.read(ids_T[None]).hidden_BTD[0, start:]).float()
+        return self.backbone.readout(self.backbone.read(ids_T[None], images=images).hidden_BTD[0, start:]).float()
 
-    def _by_model(self, ids_T: Tensor, start: int, width: int) -> Tensor:
+    def _by_model(self, ids_T: Tensor, start: int, width: int, images: Images | None) -> Tensor:
         """The same, read in pieces with transformers' cache."""
         backbone, place_1T = self.backbone, torch.arange(len(ids_T), device=ids_T.device)[None]
         # Without the model's configuration, sliding-window layers keep all of their keys.
         plain = backbone.recurrent is None and backbone.no_trees is None
         cache = DynamicCache() if plain else DynamicCache(config=backbone.config)
-        parts = [(0, start), *((at, min(at + width, len(ids_T))) for at in range(start, len(ids_T), width))]
+        backbone.read(ids_T[None, :start], cache, place_1T[:, :start], images=images)
+        place_1T = place_1T if images is None else place_1T + images.offset
+        parts = [(at, min(at + width, len(ids_T))) for at in range(start, len(ids_T), width)]
         hidden = [backbone.read(ids_T[None, at:end], cache, place_1T[:, at:end]).hidden_BTD[0] for at, end in parts]
-        return backbone.readout(torch.cat(hidden[1:])).float()
+        return backbone.readout(torch.cat(hidden)).float()
 
-    def _by_trees(self, ids_T: Tensor, start: int, width: int) -> Tensor:
+    def _by_trees(self, ids_T: Tensor, start: int, width: int, images: Images | None) -> Tensor:
         """The same, read as chains of a tree by the passes of decoding."""
-        _, cache = self.reader.prompts(ids_T[None, :start], torch.tensor([start], device=ids_T.device))
+        _, cache = self.reader.prompts(ids_T[None, :start], torch.tensor([start], device=ids_T.device), [images])
         found = []
         for piece_N in ids_T[start:].split(width):
             _, logits_BNV, added = self.reader.tree(cache, chain(piece_N.tolist()))
@@ -119,9 +123,9 @@ class Rounding:
             cache.keep([[*range(len(piece_N))]], added)
         return torch.cat(found)
 
-    def _beside(self, ids_T: Tensor, start: int) -> float:
+    def _beside(self, ids_T: Tensor, start: int, images: Images | None) -> float:
         """The largest change of the logits after some of the following tokens, each read among all of them and among copies of itself."""
-        _, cache = self.reader.prompts(ids_T[None, :start], torch.tensor([start], device=ids_T.device))
+        _, cache = self.reader.prompts(ids_T[None, :start], torch.tensor([start], device=ids_T.device), [images])
         root, *tokens = ids_T[start : start + SIBLINGS].tolist()
 
         def siblings(tokens: list[int]) -> Tensor:

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.images import placeholders
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.engine.continued import Continued
+from headstart.inference.engine.inputs import require_text
 from headstart.inference.engine.processing import History
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request, require_side
@@ -34,6 +36,8 @@ class Prompts:
         self.rows = {number: ids_T[pad:] for number, (ids_T, pad) in enumerate(zip(request.ids_BT, request.pads_B, strict=True))}
         self.limits = {number: request.limit - pad for number, pad in enumerate(request.pads_B)}
         """The length at which each sequence ends, its prompt included."""
+        self.images = dict(enumerate(request.images))
+        self.placeholders = {*placeholders(reader.backbone.model.config).values()}
         self.again: dict[int, int] = {}
         """The sequences to be read again with other rotary frequencies -> tokens written that count as prompt then."""
         self._start(request.limit)
@@ -80,15 +84,19 @@ class Prompts:
         return map_tensors(lambda value_BT: value_BT[:, :-1], features), cache
 
     def tokens(self, number: int) -> list[int]:
-        """The tokens of one prompt."""
-        return self.rows[number].tolist()
+        """The tokens of one prompt that are text."""
+        return [token for token in self.rows[number].tolist() if token not in self.placeholders]
 
     def prefill(self, numbers: list[int]) -> tuple[Features, RaggedCache, Tensor]:
         """Prefill some prompts, padded on the right: returns their features, their cache, and the logits ``[B, 1, V]`` after each."""
         rows = [self.rows[number] for number in numbers]
         lengths_B = torch.tensor([*map(len, rows)], device=rows[0].device)
-        known = self.continued.prefill(rows[0])
-        features, cache = known or self.reader.prompts(pad_sequence(rows, batch_first=True), lengths_B)
+        images = [self.images.get(number) for number in numbers]
+        known = None if any(images) else self.continued.prefill(rows[0])
+        for row_T, own in zip(rows, images, strict=True) if known is None else ():
+            if own is None:
+                require_text(self.reader.backbone, row_T)
+        features, cache = known or self.reader.prompts(pad_sequence(rows, batch_first=True), lengths_B, images)
         self.continued.note(features)
         last_BD = features.hidden_BTD[torch.arange(len(numbers), device=lengths_B.device), lengths_B - 1]
         return features, cache, self.reader.backbone.readout(last_BD)[:, None]

@@ -90,7 +90,7 @@ decode end with this line: a check at load finds that a pass of several tokens a
 |---|---|---|
 """
 END = """
-Models that read images or sound too are served for text (Gemma-3 is tested with its image tower in place). Encoder-decoders are
+Models that read images too read them in prompts ([how](decode.md#images)); those of sound are served for text. Encoder-decoders are
 refused. Every model is checked when it is loaded: whether it follows the mask of a tree, and how it makes its logits; if either is not
 known, one line says so.
 

@@ -55,7 +55,7 @@ def shrink(configuration: dict[str, Any], vocab: int = VOCAB, layers: int = LAYE
     """The configuration of a tiny model of the same architecture, without special tokens."""
     small = {key: value for key, value in copy.deepcopy(configuration).items() if key not in DROPPED}
     for key in [key for key in small if key.endswith("_token_id") or key.endswith("_token_index")]:
-        small[key] = 0 if key == "pad_token_id" else None if key in ("bos_token_id", "eos_token_id") else vocab - 1
+        small[key] = 0 if key == "pad_token_id" else None if key in ("bos_token_id", "eos_token_id") else vocab
     if "text_config" in small:
         if "vision_config" in small:
             stated = small["vision_config"]  # Kimi-K2.5's begin with vt_, where transformers reads the plain names

@@ -99,9 +99,14 @@ CHANGES: dict[str, Fields] = KNOWN | {
 
 def tiny_model(kind: str) -> PreTrainedModel:
     """A model of the type ``kind`` with random weights that make its output varied, fp32, without special tokens."""
-    config = AutoConfig.for_model(**merged(small(CONFIG_MAPPING[kind]().to_dict()), CHANGES.get(kind, {})))
+    return built(merged(small(CONFIG_MAPPING[kind]().to_dict()), CHANGES.get(kind, {})))
+
+
+def built(fields: Fields, kind: Any = None) -> PreTrainedModel:
+    """Such a model of a configuration with these fields; ``kind``: its class, or the class that chooses it."""
+    config = AutoConfig.for_model(**fields)
     torch.manual_seed(0)  # some parameters keep what the library draws for them
-    model = auto_model(config).from_config(config).eval()
+    model = (kind or auto_model(config)).from_config(config).eval()
     torch.manual_seed(0)
     shake(model, 2.2)
     model.generation_config = GenerationConfig(**SILENT)
@@ -118,7 +123,7 @@ def small(fields: Fields, tower: bool = False) -> Fields:
         own = small_text(own)
     for key in own:
         if key.endswith(("_token_id", "_token_index")):
-            own[key] = 0 if key.startswith(("pad", "bos")) else None if key.startswith("eos") else VOCAB - 1
+            own[key] = 0 if key.startswith(("pad", "bos")) else None if key.startswith("eos") else VOCAB  # no text has it
     return own | {key: small(value, tower or key not in TEXT) for key, value in nested.items()}
 
 

@@ -31,10 +31,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     read = Backbone.read
 
-    def noted(self: Backbone, tokens_BT: Tensor, cache: Any = None, positions_BT: Any = None, mask: Any = None, taps: Any = ()) -> Any:
+    def noted(
+        self: Backbone, tokens_BT: Tensor, cache: Any = None, positions: Any = None, mask: Any = None, *rest: Any, **more: Any
+    ) -> Any:
         if mask is None and self.num_layers > 2:
             seen.append(tokens_BT.shape[1])
-        return read(self, tokens_BT, cache, positions_BT, mask, taps)
+        return read(self, tokens_BT, cache, positions, mask, *rest, **more)
 
     monkeypatch.setattr(Backbone, "read", noted)
     return seen

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import served
-from families import FAMILIES, Noted, build, heads, left_padded, prompts, random_drafter, say, texts, tiny
+from families import FAMILIES, Noted, build, heads, left_padded, prompts, random_drafter, say, tiny
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -44,14 +43,6 @@ def row() -> dict[str, Tensor]:
 def test_refusals(row: dict[str, Tensor], options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         say(heads("llama", "medusa"), row | options, max_new_tokens=9)
-
-
-def test_a_model_that_reads_images_decodes_text_and_no_images() -> None:
-    model = next(one for one in served() if one.name == "gemma-3-4b-it").model()
-    of, ids, side = SpeculativeModel(Backbone(model)), texts(1, 9), model.config.vision_config.image_size
-    assert torch.equal(say(of, {"input_ids": ids}, max_new_tokens=6), model.generate(ids, max_new_tokens=6, do_sample=False))
-    with pytest.raises(ValueError, match="image input is not supported: heads decode from text alone"):
-        say(of, {"input_ids": ids, "pixel_values": torch.zeros(1, 3, side, side)}, max_new_tokens=6)
 
 
 def test_more_refusals(row: dict[str, Tensor]) -> None:

@@ -1,0 +1,99 @@
+"""What a call of ``generate`` gives beside tokens and mask: images, and positions.
+
+Shape suffixes: B batch, T positions, X axes of positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.images import ENCODED, KINDS, Images, placeholders, size_of, split_rows
+from headstart.heads.backbone.versions import CACHE, NAMES
+from headstart.inference.engine.request import Request
+from headstart.support.errors import UserError
+
+NO_EFFECT = (
+    "attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits",
+)  # fmt: skip
+"""Arguments of the model's forward that are read elsewhere or change no token."""
+
+
+def read_images(backbone: Backbone, request: Request, model_kwargs: Mapping[str, Any]) -> tuple[Images | None, ...]:
+    """Return the images of each row of a call; empty: none has any. Raises UserError for what cannot be read, or does not fit."""
+    ids_BT, pads, cached = request.ids_BT, request.pads_B, request.cache is not None and request.cache.get_seq_length() > 0
+    given = {name: value for name, value in model_kwargs.items() if name not in NO_EFFECT and value is not None and value is not False}
+    encoded = {what: output for what, output in (given.pop(ENCODED, None) or {}).items() if output is not None}
+    tokens = placeholders(backbone.model.config)
+    known = inspect.signature(backbone.base.forward).parameters if tokens else {}
+    if unknown := [name for name in given if name not in known]:
+        images = "images, " if tokens else ""
+        raise UserError(f"{unknown[0]} is not supported: heads decode from {images}input_ids and attention_mask alone; leave it out")
+    kinds = {name: value for name, value in given.items() if name.endswith(KINDS)}
+    pixels = {name: value for name, value in given.items() if name not in kinds}
+    if not pixels and not encoded:
+        _require_usual(model_kwargs.get("position_ids"), ids_BT, pads, cached)
+        return ()
+    name, beams = type(backbone.model).__name__, request.beams is not None
+    if beams or backbone.rope_limit is not None:
+        why = "in a beam search" if beams else f"by {name}, which changes its rotary frequencies with the length of a text"
+        raise UserError(f"images are not read {why}; leave them out")
+    if cached:
+        raise UserError(f"images are not read after what a {CACHE} holds; give them with an empty one, and later turns without")
+    if pixels and len(pads) > 1:
+        raise UserError(f"{name} takes {' and '.join(pixels)} of all rows together, which cannot be told apart; give one row at a time")
+    counts = {what: (ids_BT == token).sum(1).tolist() for what, token in tokens.items()}
+    _require_places(counts, {what: size_of(output) // backbone.dim for what, output in encoded.items()})
+    if any((ids_BT[:, -1] == token).any() for token in tokens.values()):
+        raise UserError("the prompt ends with an image, after which no position is usual; let text follow it")
+    split = {what: split_rows(output, counts[what]) if len(pads) > 1 else [output] for what, output in encoded.items()}
+    positions, places_1T = model_kwargs.get("position_ids"), torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+    rows: list[Images | None] = []
+    for b, pad in enumerate(pads):
+        own = {what: outputs[b] for what, outputs in split.items() if outputs[b] is not None}
+        arguments = pixels | {name: value[b : b + 1, pad:] for name, value in kinds.items()} | ({ENCODED: own} if own else {})
+        at = places_1T[:, : len(ids_BT[b]) - pad] if positions is None else positions[..., b : b + 1, pad:]
+        rows.append(Images(arguments, at) if pixels or own else None)
+    return tuple(rows)
+
+
+def _require_places(counts: Mapping[str, list[int]], sizes: Mapping[str, int]) -> None:
+    """Raise UserError unless there are as many placeholder tokens as features, where their number is known, and some."""
+    found = {what: sum(rows) for what, rows in counts.items()}
+    if not any(found.values()) or any(size not in (0, found.get(what)) for what, size in sizes.items()):
+        raise UserError(f"the prompt has places for {found} features, the images {dict(sizes) or 'others'}; let the processor write it")
+
+
+def require_text(backbone: Backbone, ids_T: Tensor) -> None:
+    """Raise UserError if a prompt without images has places for them."""
+    for what, token in placeholders(backbone.model.config).items():
+        if count := int((ids_T == token).sum()):
+            raise UserError(f"the prompt has {count} tokens {token}, places for {what} input that is not given; give it, or leave them out")
+
+
+def _require_usual(position_ids: Tensor | None, ids_BT: Tensor, pads: list[int], continued: bool) -> None:
+    """Raise UserError for ``position_ids`` other than those that transformers makes; what they are for padding does not matter.
+
+    ``continued``: after what is in a cache, where images may have taken fewer positions than tokens.
+    """
+    if position_ids is None:
+        return
+    T, rows = ids_BT.shape[1], len(pads)
+    if position_ids.shape[-1] != T:
+        raise UserError(f"position_ids or attention_mask are for {position_ids.shape[-1]} tokens, input_ids has {T}; give as many")
+    usual_BT = torch.arange(T) - torch.tensor(pads)[:, None]
+    given_XBT = position_ids.reshape(-1, *position_ids.shape[-2:]).cpu()  # some models have several positions for each token
+    given_XBT = given_XBT[:, :: max(given_XBT.shape[1] // rows, 1)]  # of beams, the first
+    if continued:
+        given_XBT = given_XBT - (given_XBT[..., -1:] - usual_BT[:, -1:])
+    if bool(((given_XBT != usual_BT) & (usual_BT >= 0)).any()):
+        raise UserError(
+            "position_ids other than 0, 1, 2, ... from each row's first token on are not supported: drafts have positions of their own; "
+            "leave position_ids out"
+        )

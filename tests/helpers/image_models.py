@@ -1,0 +1,143 @@
+"""Tiny random models that read images, and prompts for them as their processors write them.
+
+An image is 32 by 32 pixels, or 32 by 64 where a model takes any size, of which every 16 by 16 become one token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from chat_templates import make_tokenizer
+from families import texts
+from shrink import WIDTH, published, shrink
+from tiny_models import CHANGES, CONFIG_MAPPING, Fields, built, merged, small
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AutoModelForImageTextToText, Gemma3Processor, GenerationConfig, PreTrainedModel
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+from headstart.heads.backbone.backbone import Backbone
+
+IMAGE, START, END, LAST = 60, 59, 58, 55
+"""Tokens: of an image's features, before and after them; the last of text."""
+TOKENS: Fields = {
+    "image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 57, "audio_token_id": 56,
+    "vision_start_token_id": START, "vision_end_token_id": END, "boi_token_index": START, "eoi_token_index": END,
+    "boi_token_id": START, "eoi_token_id": END,
+}  # fmt: skip
+QWEN: Fields = {"depth": 1, "patch_size": 8, "hidden_size": 32, "num_heads": 4, "out_hidden_size": WIDTH}
+SIGLIP: Fields = {"image_size": 32, "patch_size": 8, "num_hidden_layers": 1}
+POOLED: Fields = {"patch_size": 8, "pooling_kernel_size": 2}
+UNTIED: Fields = {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}}
+
+
+def of_class(kind: str, vision: Fields) -> Fields:
+    """The fields of a class's default configuration made small."""
+    return merged(merged(small(CONFIG_MAPPING[kind]().to_dict()), CHANGES.get(kind, {})), {"vision_config": vision})
+
+
+FAMILIES: dict[str, Any] = {
+    "qwen2.5-vl": lambda: of_class("qwen2_5_vl", QWEN | {"fullatt_block_indexes": [0]}),
+    "qwen3-vl": lambda: of_class("qwen3_vl", QWEN | {"deepstack_visual_indexes": [0]}),
+    "qwen3.5": lambda: merged(shrink(published("qwen3.5-4b")), {"vision_config": QWEN}),
+    "gemma3": lambda: merged(shrink(published("gemma-3-4b-it")), {"vision_config": SIGLIP} | UNTIED),
+    "gemma4": lambda: merged(shrink(published("gemma-4-31b-it")), {"vision_config": POOLED} | UNTIED),
+    "gemma4-e": lambda: merged(shrink(published("gemma-4-e4b-it")), {"vision_config": POOLED} | UNTIED),
+    "smolvlm": lambda: of_class("smolvlm", SIGLIP),
+    "idefics3": lambda: of_class("idefics3", SIGLIP),
+}
+
+
+def image_model(family: str) -> PreTrainedModel:
+    """A new model of one of `FAMILIES`."""
+    fields = FAMILIES[family]()
+    return built(fields | {name: token for name, token in TOKENS.items() if name in fields}, AutoModelForImageTextToText)
+
+
+@functools.cache
+def image_backbone(family: str) -> Backbone:
+    """The session's shared one; tests must not modify it."""
+    return Backbone(image_model(family))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of random pixels. ``wide``: of twice the width, where a model takes any size."""
+
+    seed: int
+    wide: bool = False
+
+    def pixels(self, *shape: int) -> Tensor:
+        """Values from 0 to 1."""
+        return torch.rand(shape, generator=torch.Generator().manual_seed(1000 + self.seed))
+
+
+def prompt_of(family: str, parts: Sequence[int | Picture], seed: int = 0) -> dict[str, Tensor]:
+    """The inputs of a prompt ``[1, T]`` of pictures and so many tokens of text each."""
+    pictures = [part for part in parts if isinstance(part, Picture)]
+    anysize = family.startswith("qwen")
+    tokens: list[int] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, Picture):
+            tokens += [START, *[IMAGE] * (8 if part.wide and anysize else 4), END]
+        else:
+            tokens += texts(1, part, seed * 100 + place)[0].clamp(max=LAST).tolist()
+    ids = torch.tensor([tokens])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    kinds = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
+    if not family.startswith(("smolvlm", "idefics3")):
+        inputs[kinds] = (ids == IMAGE).long()
+    if not pictures:
+        return inputs
+    if anysize:
+        grids = [[1, 4, 8 if picture.wide else 4] for picture in pictures]
+        patches = [picture.pixels(grid[1] * grid[2], 3 * 2 * 8 * 8) for picture, grid in zip(pictures, grids, strict=True)]
+        return inputs | {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+    if family.startswith("gemma4"):
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)
+        pixels = torch.stack([picture.pixels(16, 3 * 8 * 8) for picture in pictures])
+        return inputs | {"pixel_values": pixels, "image_position_ids": places.expand(len(pictures), 16, 2).clone()}
+    pixels = torch.stack([picture.pixels(3, 32, 32) for picture in pictures])
+    if family == "gemma3":
+        return inputs | {"pixel_values": pixels}
+    return inputs | {"pixel_values": pixels[None], "pixel_attention_mask": torch.ones(1, len(pictures), 32, 32, dtype=torch.long)}
+
+
+def batch_of(prompts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Prompts as one batch, padded on the left, as processors write it."""
+    length, batch = max(one["input_ids"].shape[1] for one in prompts), dict[str, Tensor]()
+    for name in dict.fromkeys(name for one in prompts for name in one):
+        values = [one[name] for one in prompts if name in one]
+        if name in prompts[0] and prompts[0][name].shape == prompts[0]["input_ids"].shape:
+            values = [pad(value, (length - value.shape[1], 0)) for value in values]
+        if name.startswith("pixel") and any("pixel_attention_mask" in one for one in prompts):  # Idefics-3 pads the number of images
+            most, none = max(value.shape[1] for value in values), torch.zeros_like(values[0][:, :0])
+            values = [pad(one.get(name, none), (0, 0) * (none.ndim - 2) + (0, most - one.get(name, none).shape[1])) for one in prompts]
+        batch[name] = torch.cat(values)
+    return batch
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}"
+    "{{ '<boi>' if part['type'] == 'image' else part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Of messages in parts alone, as Idefics-3's."""
+
+
+def make_image_model(folder: Path) -> Path:
+    """Write a random Gemma-3 of 384 positions with tokenizer and processor."""
+    tokenizer = make_tokenizer(TEMPLATE, special="<|im_start|> <|im_end|> <image> <boi> <eoi>")
+    tokenizer._set_model_specific_special_tokens({"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"})
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 384}
+    fields = FAMILIES["gemma3"]() | {"image_token_index": tokenizer.image_token_id}
+    model = built(merged(fields, {"text_config": text}), AutoModelForImageTextToText)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"), pad_token_id=0)
+    model.save_pretrained(folder)
+    Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4).save_pretrained(folder)
+    return folder

@@ -1,0 +1,232 @@
+"""Prompts with images: read by the model's own pass, and every token behind them transformers' own, in trees and in chains."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import Scripted, random_drafter, say, texts, unpadded
+from image_models import FAMILIES, IMAGE, LAST, Picture, batch_of, image_backbone, image_model, make_image_model, of_class, prompt_of
+from PIL import Image
+from tiny_models import built
+from torch import Tensor
+from transformers import DynamicCache
+
+from headstart.chat.images import read_image
+from headstart.cli.main import main
+from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.backbone.images import load_processor
+from headstart.inference.capture.capture import warn_once
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.proposers import made
+from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.support.errors import UserError
+
+TREE = TreeShape(8, 3)
+HOW: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [*range(LAST + 1, IMAGE + 1)]}
+SAMPLED: dict[str, Any] = HOW | {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+ONE, SEVERAL, NONE = [3, Picture(1), 4], [3, Picture(1, wide=True), 2, Picture(2), 4], [9]
+
+
+def drafting(family: str, kind: str = "medusa") -> SpeculativeModel:
+    """Random heads and n-grams."""
+    on = image_backbone(family)
+    return SpeculativeModel(on, random_drafter(kind, on), proposers=made(["suffix", "recycling"]), capture="off")
+
+
+def also_written(inputs: dict[str, Tensor], ids: Tensor, pictures: bool = True) -> dict[str, Tensor]:
+    """The inputs of a prompt that goes on as ``ids``, with its pictures or without."""
+    kinds = {name: value for name, value in inputs.items() if name.endswith("token_type_ids")}
+    more = {name: torch.cat([value, value.new_zeros(1, ids.shape[1] - value.shape[1])], 1) for name, value in kinds.items()}
+    others = inputs if pictures else {}
+    return {**others, **more, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_token_is_transformers_own(family: str) -> None:
+    prompts, model = [prompt_of(family, parts, seed) for seed, parts in enumerate((ONE, SEVERAL, NONE))], image_backbone(family).model
+    alone = [model.generate(**prompt, **HOW)[0].tolist() for prompt in prompts]
+    other = model.generate(**prompt_of(family, [3, Picture(7), 4]), **HOW)[0].tolist()
+    assert other != alone[0], "another image is another text"
+    right = SpeculativeModel(image_backbone(family), Scripted(image_backbone(family), alone, "nearly"), capture="off")
+    for prompt, text in zip(prompts, alone, strict=True):
+        assert say(drafting(family), prompt, tree=TREE, **HOW)[0].tolist() == text
+        out = say(right, prompt, tree=TREE, return_dict_in_generate=True, **HOW)
+        assert out.sequences[0].tolist() == text and max(out.accept_lengths[0]) > 1, "drafts are accepted behind images"
+    batch = batch_of(prompts)
+    together = say(right, batch, tree=TREE, **HOW)
+    assert torch.equal(together, model.generate(**batch, **HOW)) and unpadded(together, batch) == alone
+    assert torch.equal(say(right, batch, tree=TREE, batch_size=2, **HOW), together), "rows begin as others end"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "hydra", "mlp"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_text_is_that_without_drafts(family: str, kind: str) -> None:
+    of, prompt = drafting(family, kind), prompt_of(family, SEVERAL)
+    for seed in range(2):
+        plain = say(of, prompt, seed=seed, speculate=False, **SAMPLED)
+        assert torch.equal(say(of, prompt, seed=seed, tree=TREE, **SAMPLED), plain)
+        assert torch.equal(say(of, prompt, seed=seed, **SAMPLED), plain), "adaptive"
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3.5"])  # whose states no cache of the caller's gets
+def test_a_conversation_continues_behind_its_images(family: str) -> None:
+    of, prompt, cache = drafting(family, "eagle3"), prompt_of(family, SEVERAL), DynamicCache()
+    model = of.backbone.model
+    first = model.generate(**prompt, **HOW)
+    assert torch.equal(say(of, prompt, past_key_values=cache, tree=TREE, **HOW), first)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    model.generate(**prompt_of(family, NONE), **HOW)  # transformers keeps the offset on the model, and forgets it here
+    ids = torch.cat([first, texts(1, 5, 9).clamp(max=LAST)], 1)
+    second = model.generate(**also_written(prompt, ids), **HOW)
+    assert torch.equal(say(of, also_written(prompt, ids, pictures=False), past_key_values=cache, tree=TREE, **HOW), second)
+    with pytest.raises(UserError, match="not read after what a"):
+        say(of, also_written(prompt, ids), past_key_values=cache, **HOW)
+    other = torch.cat([prompt["input_ids"][:, :6], ids[:, 5:]], 1)  # another text before the last image
+    with pytest.raises(UserError, match="places for image input that is not given"):
+        say(of, also_written(prompt, other, pictures=False), past_key_values=cache, **HOW)
+
+
+def test_chains_behind_an_image_of_a_prompt_read_in_both_directions() -> None:
+    on = Backbone(built(of_class("paligemma", {}) | {"projection_dim": 32, "image_token_index": IMAGE}))
+    side, ids = on.model.config.vision_config.image_size, torch.tensor([[60] * 4 + prompt_of("gemma3", [6])["input_ids"][0].tolist()])
+    picture = {"pixel_values": Picture(1).pixels(1, 3, side, side), "token_type_ids": torch.zeros_like(ids)}
+    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **picture}
+    alone = on.model.generate(**prompt, **HOW)
+    right = SpeculativeModel(on, Scripted(on, alone.tolist(), "nearly"), capture="off")
+    out = say(right, prompt, return_dict_in_generate=True, tree=TREE, **HOW)
+    assert on.no_trees and torch.equal(out.sequences, alone) and max(out.accept_lengths[0]) > 1
+
+
+def test_passes_that_are_traced_take_the_positions_behind_images() -> None:
+    on, prompt = Backbone(image_model("qwen2.5-vl")), prompt_of("qwen2.5-vl", SEVERAL)
+    heads = SpeculativeModel(on, random_drafter("eagle3", on), capture="trace")
+    alone = on.model.generate(**prompt, **HOW | {"max_new_tokens": 60})
+    out = say(heads, prompt, tree=TREE, return_dict_in_generate=True, **HOW | {"max_new_tokens": 60})
+    assert torch.equal(out.sequences, alone)
+
+
+class Noting(SuffixProposer):
+    """Notes the tokens of the prompt."""
+
+    def open(self, sequence: int, tokens: list[int]) -> None:
+        self.opened = tokens[:-1]
+        super().open(sequence, tokens)
+
+
+def test_proposers_see_text_alone() -> None:
+    noting, prompt = Noting(), prompt_of("qwen2.5-vl", SEVERAL)
+    say(SpeculativeModel(image_backbone("qwen2.5-vl"), proposers=[noting], capture="off"), prompt, **HOW)
+    assert noting.opened == [token for token in prompt["input_ids"][0].tolist() if token != IMAGE]
+
+
+def test_heads_say_once_that_they_have_seen_no_images(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    for _ in range(2):
+        say(drafting("smolvlm"), prompt_of("smolvlm", ONE), **HOW)
+    assert caplog.text.count("have seen no images in training") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"input_ids": texts(1, 9).clamp(max=LAST)}, "places for {'image': 0} features, the images {'image': 4}"),
+        ({"pixel_values": None, "pixel_attention_mask": None}, "has 4 tokens 60, places for image input that is not given"),
+        ({"input_ids": torch.tensor([[3, 4, *[IMAGE] * 4]])}, "the prompt ends with an image"),
+        ({"num_beams": 2}, "images are not read in a beam search"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
+    prompt = {name: value for name, value in (prompt_of("smolvlm", ONE) | changes).items() if value is not None}
+    with pytest.raises(UserError, match=said):
+        say(drafting("smolvlm"), prompt | {"attention_mask": torch.ones_like(prompt["input_ids"])}, **HOW)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, pictures and prompts on disk."""
+    path = tmp_path_factory.mktemp("images")
+    make_image_model(path / "model")
+    Image.new("RGB", (50, 40), (255, 0, 0)).save(path / "red.png")
+    Image.radial_gradient("L").save(path / "grey.png")
+    (path / "text.png").write_text("no image")
+    (path / "prompts.jsonl").write_text('{"prompt": "What is this?"}\n{"turns": ["Say what you see.", "And now?"]}\n')
+    return path
+
+
+ARGUMENTS = ["--backbone", "model", "--dtype", "fp32", "--capture", "off", "--max-new-tokens", "12", "--propose", "suffix"]
+
+
+def by_hand(messages: list[tuple[str, str]], pictures: list[str]) -> str:
+    """What transformers writes for a conversation that begins with pictures."""
+    model, processor = load_backbone("model", dtype="fp32").model, load_processor("model")
+    whole = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in messages]
+    whole[0]["content"] = [{"type": "image"}] * len(pictures) + whole[0]["content"]
+    text = processor.apply_chat_template(whole, add_generation_prompt=True, tokenize=False)
+    inputs = processor(
+        text=[text], images=[Image.open(one).convert("RGB") for one in pictures], add_special_tokens=False, return_tensors="pt"
+    )
+    out = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return processor.tokenizer.decode(out, skip_special_tokens=True)
+
+
+def test_generate_and_chat_with_images(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    pictures = ["red.png", "grey.png"]
+    url = "data:image/png;base64," + base64.b64encode((folder / "grey.png").read_bytes()).decode()
+    assert main(["generate", *ARGUMENTS, "--image", "red.png", "--image", url, "What is this?", "--json", "one.json"]) == 0
+    written = json.loads((folder / "one.json").read_text())["text"]
+    assert written == by_hand([("user", "What is this?")], pictures) != by_hand([("user", "What is this?")], pictures[::-1])
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is this?\nAnd now?\n/reset\nAnd now?\n"))
+    assert main(["chat", *ARGUMENTS, "--image", "red.png", "--json", "chat.json"]) == 0
+    first, second, again = [answer["answer"] for answer in json.loads((folder / "chat.json").read_text())["answers"]]
+    assert first == by_hand([("user", "What is this?")], ["red.png"])
+    assert second == by_hand([("user", "What is this?"), ("assistant", first), ("user", "And now?")], ["red.png"])
+    assert again == by_hand([("user", "And now?")], ["red.png"])
+
+
+def test_bench_judges_texts_about_images(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    how = ["--image", "red.png", "--prompts", "prompts.jsonl", "--rounds", "1", "--temperature", "0", "1", "--json", "report.json"]
+    assert main(["bench", *ARGUMENTS, *how]) == 0
+    report = json.loads((folder / "report.json").read_text())
+    assert report["verdict"] == "identical" and all(row["identical_to_transformers"] for row in report["results"] if not row["temperature"])
+    assert main(["bench", *ARGUMENTS, *how, "--prompt-lookup"]) == 2
+    assert "without transformers' assisted decoding" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--image", "none.png"], "--image none.png: there is no such file"),
+        (["--image", "text.png"], "--image text.png cannot be read as an image (Pillow knows no such format)"),
+        (["--image", "https://example.org/a.png"], "--image https://example.org/a.png: nothing is fetched"),
+        (["--image", "data:image/png;base64,?"], "--image data:image/png;base64,? cannot be read as an image"),
+        (["--image", "red.png", "--raw"], "the prompt has 0 places for images (<boi>), --image gives 1"),
+        (["--raw", "an <image>"], "the prompt has 1 tokens 4, places for image input that is not given"),
+    ],
+)
+def test_images_that_cannot_be_read(
+    given: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["generate", *ARGUMENTS, *given, *([] if given[-1] == "an <image>" else ["What?"])]) == 2
+    assert said in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
+def test_a_model_without_image_settings(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in (folder / "model").glob("*token*"):
+        (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(UserError, match="no settings for images|cannot load processor"):
+        load_processor(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UserError, match="needs Pillow: pip install"):
+        read_image("red.png")
