@@ -60,10 +60,9 @@ class Reader:
         """Prefill right-padded rows: returns their features, with padding marked, and their cache. ``images``: by row; empty: none."""
         if (self.backbone.recurrent is not None or any(images)) and len(tokens_BT) > 1:
             return self._apart(tokens_BT, lengths_B, images)
-        return self._prompts(tokens_BT, lengths_B, *images)
+        return self._prompts(tokens_BT, lengths_B, next(filter(None, images), None))
 
-    def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor, *images: Images | None) -> tuple[Features, RaggedCache]:
-        own = next(filter(None, images), None)  # of the only row
+    def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor, own: Images | None) -> tuple[Features, RaggedCache]:
         features, layers, states = self._prefill(tokens_BT, own)
         if own is not None:  # the token of an image may have no embedding, which drafters read
             features = replace(features, tokens_BT=tokens_BT.clamp(max=self.backbone.vocab - 1))

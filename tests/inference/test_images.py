@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +178,14 @@ def by_hand(messages: list[tuple[str, str]], pictures: list[str]) -> str:
     return processor.tokenizer.decode(out, skip_special_tokens=True)
 
 
-def test_generate_and_chat_with_images(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_and_chat_with_images(folder: Path, monkeypatch: pytest.MonkeyPatch, stdin: Callable[[str], None]) -> None:
     monkeypatch.chdir(folder)
     pictures = ["red.png", "grey.png"]
     url = "data:image/png;base64," + base64.b64encode((folder / "grey.png").read_bytes()).decode()
     assert main(["generate", *ARGUMENTS, "--image", "red.png", "--image", url, "What is this?", "--json", "one.json"]) == 0
     written = json.loads((folder / "one.json").read_text())["text"]
     assert written == by_hand([("user", "What is this?")], pictures) != by_hand([("user", "What is this?")], pictures[::-1])
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is this?\nAnd now?\n/reset\nAnd now?\n"))
+    stdin("What is this?\nAnd now?\n/reset\nAnd now?\n")
     assert main(["chat", *ARGUMENTS, "--image", "red.png", "--json", "chat.json"]) == 0
     first, second, again = [answer["answer"] for answer in json.loads((folder / "chat.json").read_text())["answers"]]
     assert first == by_hand([("user", "What is this?")], ["red.png"])
