@@ -78,10 +78,7 @@ def require_text(backbone: Backbone, ids_T: Tensor) -> None:
 
 
 def _require_usual(position_ids: Tensor | None, ids_BT: Tensor, pads: list[int], continued: bool) -> None:
-    """Raise UserError for ``position_ids`` other than those that transformers makes; what they are for padding does not matter.
-
-    ``continued``: after what is in a cache, where images may have taken fewer positions than tokens.
-    """
+    """Raise UserError for positions other than transformers', behind images of a cache (``continued``) shifted; padding does not matter."""
     if position_ids is None:
         return
     T, rows = ids_BT.shape[1], len(pads)

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features, stack_rows
-from headstart.heads.backbone.images import Images
+from headstart.heads.backbone.images import Images, placeholders
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
 from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache
@@ -60,10 +60,9 @@ class Reader:
         """Prefill right-padded rows: returns their features, with padding marked, and their cache. ``images``: by row; empty: none."""
         if (self.backbone.recurrent is not None or any(images)) and len(tokens_BT) > 1:
             return self._apart(tokens_BT, lengths_B, images)
-        return self._prompts(tokens_BT, lengths_B, *images)
+        return self._prompts(tokens_BT, lengths_B, next(filter(None, images), None))
 
-    def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor, *images: Images | None) -> tuple[Features, RaggedCache]:
-        own = next(filter(None, images), None)  # of the only row
+    def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor, own: Images | None) -> tuple[Features, RaggedCache]:
         features, layers, states = self._prefill(tokens_BT, own)
         if own is not None:  # the token of an image may have no embedding, which drafters read
             features = replace(features, tokens_BT=tokens_BT.clamp(max=self.backbone.vocab - 1))
@@ -142,7 +141,7 @@ class Reader:
             self.view = TreeCache(cache.groups)
         stores = cache.keys, cache.values
         B, rows = len(tokens_BN), stores[0][0].shape[1]
-        offsets = [torch.tensor(cache.offsets, device=tokens_BN.device)] if any(cache.offsets) else []
+        offsets = [torch.tensor(cache.offsets, device=tokens_BN.device)] if placeholders(self.backbone.model.config) else []
         inputs: Any = (tokens_BN, levels_BM, ancestors_BNM), index_BN, (cache.lengths_B, *offsets)
         if rows > B:  # fixed memory
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
@@ -163,7 +162,7 @@ class Reader:
         index_BN: Tensor | None,
         ends: tuple[Tensor, ...],
     ) -> tuple[Features, Tensor, Added | None]:
-        """``nodes``, ``index_BN``: see `nodes`. ``ends``: the rows' lengths, their offsets if there are any, which masks do not count, and
+        """``nodes``, ``index_BN``: see `nodes`. ``ends``: the rows' lengths, their offsets if the model reads images, which no mask counts, and
         the slots attended to, of which only the number counts."""
         assert self.view is not None
         (stores, states), (tokens_BN, levels_BM, ancestors_BNM), (lengths_B, *offsets, slot_S) = held, nodes, ends

@@ -23,6 +23,9 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.images import load_processor
 from headstart.inference.capture.capture import warn_once
+from headstart.inference.engine.inputs import read_images
+from headstart.inference.engine.request import Request
+from headstart.inference.engine.rounding import Rounding
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers import made
@@ -111,7 +114,20 @@ def test_passes_that_are_traced_take_the_positions_behind_images() -> None:
     heads = SpeculativeModel(on, random_drafter("eagle3", on), capture="trace")
     alone = on.model.generate(**prompt, **HOW | {"max_new_tokens": 60})
     out = say(heads, prompt, tree=TREE, return_dict_in_generate=True, **HOW | {"max_new_tokens": 60})
-    assert torch.equal(out.sequences, alone)
+    assert torch.equal(out.sequences, alone) and out.capture == "trace"
+
+
+def test_rounding_is_measured_behind_images() -> None:
+    on, prompt, found = image_backbone("qwen2.5-vl"), prompt_of("qwen2.5-vl", SEVERAL), []
+
+    def images(model: Any, ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **given: Any) -> Tensor:
+        found.extend(read_images(on, Request.plain(ids, 0, (), logits_processor, False), given))
+        return ids
+
+    on.model.generate(**prompt, custom_generate=images, max_new_tokens=1)
+    rounding, ids = Rounding(on), on.model.generate(**prompt, **HOW)[0]
+    rounding.measure(ids, len(ids) - 12, images=found[0])
+    assert 0 < rounding.measured < 1e-4
 
 
 class Noting(SuffixProposer):
@@ -178,9 +194,7 @@ def by_hand(messages: list[tuple[str, str]], pictures: list[str]) -> str:
     return processor.tokenizer.decode(out, skip_special_tokens=True)
 
 
-def test_generate_and_chat_with_images(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stdin: Callable[[str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_and_chat_with_images(folder: Path, monkeypatch: pytest.MonkeyPatch, stdin: Callable[[str], None]) -> None:
     monkeypatch.chdir(folder)
     pictures = ["red.png", "grey.png"]
     url = "data:image/png;base64," + base64.b64encode((folder / "grey.png").read_bytes()).decode()

@@ -102,7 +102,7 @@ def _read_shapes(call: Call) -> list[Shape]:
     found += [("rows", "nodes"), ("rows", stored), ("rows", "nodes", stored)]
     if index is not None:
         found.append(("rows", "nodes"))
-    return [*found, ("rows",), ("slots",)]
+    return [*found, *[("rows",)] * (len(call.inputs[2]) - 1), ("slots",)]
 
 
 def _first_level_agrees(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
