@@ -162,8 +162,8 @@ class Reader:
         index_BN: Tensor | None,
         ends: tuple[Tensor, ...],
     ) -> tuple[Features, Tensor, Added | None]:
-        """``nodes``, ``index_BN``: see `nodes`. ``ends``: the rows' lengths, their offsets if the model reads images, which no mask counts, and
-        the slots attended to, of which only the number counts."""
+        """``nodes``, ``index_BN``: see `nodes`. ``ends``: the rows' lengths, their offsets if the model reads images, which no mask counts,
+        and the slots attended to, of which only the number counts."""
         assert self.view is not None
         (stores, states), (tokens_BN, levels_BM, ancestors_BNM), (lengths_B, *offsets, slot_S) = held, nodes, ends
         positions_BM = positions_BN = lengths_B[:, None] + levels_BM
