@@ -36,7 +36,7 @@ FAULTS = (
     Fault("paths move as the first does", "heads/kv/ragged_cache.py", "if any(path != list(range(len(path))) for path in paths):",
           "if paths[0] != [*range(len(paths[0]))]:", "inference/test_cache.py"),
     Fault("lengths of the wrong rows", "heads/kv/ragged_cache.py",
-          "self._lengths = [self._lengths[row] for row in rows]", "self._lengths = self._lengths[: len(rows)]", "inference/test_cache.py"),
+          "[self._lengths[row] for row in rows], [self.offsets", "self._lengths[: len(rows)], [self.offsets", "inference/test_cache.py"),
     Fault("a ring forgets its sink", "heads/kv/draft_cache.py",
           "return torch.where(slots_S < sink, slots_S, positions_BS)", "return positions_BS", "heads/test_cached_layer.py"),
     # the objective, data, the run
