@@ -21,7 +21,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
-from headstart.heads.backbone.images import Images
+from headstart.heads.backbone.images import Images, placeholders
 from headstart.heads.backbone.probes import additive_mask, rope_switch
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.backbone.tree_attention import EXACT_FROM, repeated_tokens, tree_attention
@@ -65,6 +65,7 @@ class Backbone:
         self.max_positions: int | None = (stated := self.config.to_dict()).get("max_position_embeddings") or stated.get("n_positions")
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
+        self.placeholders = placeholders(model.config)
         self.layers = probes.decoder_layers(model, self.num_layers)
         self.windows, self.recurrent, self.no_trees = probes.layer_kinds(model, self.layers)
         """Windows of attention layers by kind; layers with a recurrent state (None: there are none); why no trees are verified, if so."""

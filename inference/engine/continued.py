@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from headstart.heads.backbone.features import Features, join_features
-from headstart.heads.backbone.images import placeholders
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.engine.processing import common_prefix
 from headstart.inference.engine.reader import Reader
@@ -49,7 +48,7 @@ class Continued:
         alone = len(request.ids_BT) == 1 and not request.pads_B[0] and request.beams is None
         possible = alone and backbone.recurrent is None and backbone.no_trees is None and backbone.rope_limit is None
         self.cache = request.cache if possible else None
-        self._placeholders = {*placeholders(backbone.model.config).values()}
+        self._placeholders = {*backbone.placeholders.values()}
         self._parts: list[Features] = []
 
     def prefill(self, ids_T: Tensor) -> tuple[Features, RaggedCache] | None:

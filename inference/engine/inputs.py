@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.images import ENCODED, KINDS, Images, placeholders, size_of, split_rows
+from headstart.heads.backbone.images import ENCODED, KINDS, Images, size_of, split_rows
 from headstart.heads.backbone.versions import CACHE, NAMES
 from headstart.inference.engine.request import Request
 from headstart.support.errors import UserError
@@ -30,7 +30,7 @@ def read_images(backbone: Backbone, request: Request, model_kwargs: Mapping[str,
     ids_BT, pads, cached = request.ids_BT, request.pads_B, request.cache is not None and request.cache.get_seq_length() > 0
     given = {name: value for name, value in model_kwargs.items() if name not in NO_EFFECT and value is not None and value is not False}
     encoded = {what: output for what, output in (given.pop(ENCODED, None) or {}).items() if output is not None}
-    tokens = placeholders(backbone.model.config)
+    tokens = backbone.placeholders
     known = inspect.signature(backbone.base.forward).parameters if tokens else {}
     if unknown := [name for name in given if name not in known]:
         images = "images, " if tokens else ""
@@ -72,7 +72,7 @@ def _require_places(counts: Mapping[str, list[int]], sizes: Mapping[str, int]) -
 
 def require_text(backbone: Backbone, ids_T: Tensor) -> None:
     """Raise UserError if a prompt without images has places for them."""
-    for what, token in placeholders(backbone.model.config).items():
+    for what, token in backbone.placeholders.items():
         if count := int((ids_T == token).sum()):
             raise UserError(f"the prompt has {count} tokens {token}, places for {what} input that is not given; give it, or leave them out")
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features, stack_rows
-from headstart.heads.backbone.images import Images, placeholders
+from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
 from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache
@@ -141,7 +141,7 @@ class Reader:
             self.view = TreeCache(cache.groups)
         stores = cache.keys, cache.values
         B, rows = len(tokens_BN), stores[0][0].shape[1]
-        offsets = [torch.tensor(cache.offsets, device=tokens_BN.device)] if placeholders(self.backbone.model.config) else []
+        offsets = [torch.tensor(cache.offsets, device=tokens_BN.device)] if self.backbone.placeholders else []
         inputs: Any = (tokens_BN, levels_BM, ancestors_BNM), index_BN, (cache.lengths_B, *offsets)
         if rows > B:  # fixed memory
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.images import placeholders
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.engine.continued import Continued
 from headstart.inference.engine.inputs import require_text
@@ -37,7 +36,7 @@ class Prompts:
         self.limits = {number: request.limit - pad for number, pad in enumerate(request.pads_B)}
         """The length at which each sequence ends, its prompt included."""
         self.images = dict(enumerate(request.images))
-        self.placeholders = {*placeholders(reader.backbone.model.config).values()}
+        self.placeholders = {*reader.backbone.placeholders.values()}
         self.again: dict[int, int] = {}
         """The sequences to be read again with other rotary frequencies -> tokens written that count as prompt then."""
         self._start(request.limit)

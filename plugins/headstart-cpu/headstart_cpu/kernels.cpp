@@ -35,7 +35,7 @@ using Bits = uint16_t;                                             // a number i
 #if defined(__AVX512F__)
 constexpr int64_t LANES = 16;     // numbers of a vector
 constexpr int64_t ROWS = 12;      // of a block: its sums fill 24 of 32 registers
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
 constexpr int64_t LANES = 8;
 constexpr int64_t ROWS = 6;       // 12 of 16
 #else
@@ -98,7 +98,7 @@ inline Floats sums_of(const Floats* v)
             + SHUFFLED(four[2 * i], four[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
     return SHUFFLED(eight[0], eight[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
         + SHUFFLED(eight[0], eight[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
     Floats two[4], four[2];
     UNROLL for (int64_t i = 0; i < 4; ++i)
         two[i] = SHUFFLED(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLED(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);

@@ -96,7 +96,7 @@ sys.exit(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *sys.arg
 @pytest.mark.slow
 @needs_a_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86-64")
-@pytest.mark.parametrize("option", ["-mno-amx-tile", "-mno-avx512f"])
+@pytest.mark.parametrize("option", ["-mno-amx-tile", "-mno-avx512f", "-mno-avx2"])
 def test_kernels_for_processors_with_less(option: str) -> None:
     files = [str(Path(__file__).with_name(name)) for name in ("test_kernels.py", "test_codes.py")]
     done = subprocess.run(
