@@ -70,6 +70,8 @@ class Drafter(nn.Module, ABC):
     """The drafter uses the backbone's KV cache, passed to `prepare_draft`, instead of its own."""
     anchor_share: float = 1.0
     """Share of the label positions that a training step uses as anchors; below 1, `forward` is always called with anchors."""
+    deeper_share: float = 1.0
+    """Share of the label positions at which a training step drafts beyond depth 0; below 1, it calls `forward_deeper`."""
     readout_lr_ratio: ClassVar[float] = 1.0
     """``train.readout_lr_ratio: auto`` under Muon: learning rate of the output layers, as a fraction of the other weights'."""
     pretrained: ClassVar[bool] = False
@@ -179,6 +181,13 @@ class Drafter(nn.Module, ABC):
     def forward_dense(self, features: Features) -> list[Tensor]:
         """Compute `forward` at all positions. Raises UserError for a drafter that needs no training, such as early exit."""
         raise UserError(f"{type(self).__name__} drafts without training; train another method, such as eagle3 or medusa")
+
+    def forward_deeper(self, features: Features, deeper: Anchors) -> list[Tensor]:
+        """Compute depth 0 at all positions, ``[B, max(T-2, 0), D]``, and the others at the anchors ``deeper`` only, ``[M, D]``. Anchors
+        ascend by row and position. This default computes all; heads with a ``deeper_share`` override it.
+        """
+        first_BTD, *later = self.forward_dense(features)
+        return [first_BTD, *gather_anchors(later, deeper)]
 
     def recompute(self) -> None:
         """Enable gradient checkpointing. Raises UserError if the drafter does not support it."""

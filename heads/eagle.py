@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features, of_parents, pick
+from headstart.heads.backbone.features import Anchors, Features, anchors_by_row, of_parents, pick
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.kv.cached_layers import CachedStack, Pass
 from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
@@ -71,6 +71,16 @@ class AutoregressiveDrafter(Drafter):
     # Training.
 
     def forward_dense(self, features: Features) -> list[Tensor]:
+        return self._train(features, None)
+
+    def forward_deeper(self, features: Features, deeper: Anchors) -> list[Tensor]:
+        rank_M, anchor_BR = anchors_by_row(deeper, len(features.tokens_BT))
+        place_BR = anchor_BR.clamp(min=0).cummax(1).values  # rows with fewer repeat their last
+        first_BTD, *later = self._train(features, place_BR)
+        return [first_BTD, *(hidden_BRD[deeper.row_M, rank_M] for hidden_BRD in later)]
+
+    def _train(self, features: Features, place_BR: Tensor | None) -> list[Tensor]:
+        """Return the output of every pass: the first at all positions, the others too or, if given, at ``place_BR``, ascending in a row."""
         T, state_BTD = features.tokens_BT.shape[1], self.train_states(features)
         if T < 3:
             return [state_BTD[:, :0] for _ in range(self.trained_depth)]
@@ -80,9 +90,14 @@ class AutoregressiveDrafter(Drafter):
         passes: list[Pass] = []
         outputs = []
         for k in range(self.trained_depth):
-            Tk = max(T - 2 - k, 0)
-            inputs = (embedded_BTD[:, k + 1 : k + 1 + Tk], state_BTD[:, :Tk], tuple(passes), blocks)
-            output_BTD, keys_values = self.checkpointed(self._train_pass)(*inputs)
+            if k == 0 or place_BR is None:
+                Tk = max(T - 2 - k, 0)
+                token_BTD, state_BTD = embedded_BTD[:, k + 1 : k + 1 + Tk], state_BTD[:, :Tk]
+            else:
+                token_BTD = pick(embedded_BTD, (place_BR + k + 1).clamp(max=T - 1))
+            if k == 1 and place_BR is not None:
+                state_BTD, blocks = pick(state_BTD, place_BR), blocks.at(place_BR)
+            output_BTD, keys_values = self.checkpointed(self._train_pass)(token_BTD, state_BTD, tuple(passes), blocks)
             passes.append(keys_values)
             outputs.append(output_BTD)
             state_BTD = self.next_state(output_BTD)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -42,6 +42,8 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
     class Config(OwnReadoutConfig):
         depth: Depth = 5
         """Passes of the training-time test: tokens drafted beyond the root."""
+        deeper_share: Annotated[float, Gt(0), Le(1)] = 1.0
+        """Share of the label positions, drawn anew at each step, at which depths after the first are trained."""
         taps: tuple[int, ...] | None = None
         """Layers whose residual stream is read, counted from 0, the embedding (null: ``(2, L//2, L-3)``)."""
         intermediate_size: Size | None = None
@@ -72,7 +74,7 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
         taps = _taps(config.taps, backbone.num_layers)
         super().__init__(backbone, config.model_copy(update={"taps": taps}))
         _require_consistent(config)
-        self.taps = taps
+        self.taps, self.deeper_share = taps, config.deeper_share
         self.layer_config: LlamaConfig = llama_like(backbone, config.intermediate_size, config.layer)
         D, eps = backbone.dim, self.layer_config.rms_norm_eps
         if config.fc_norm:

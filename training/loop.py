@@ -66,6 +66,7 @@ def train(run: Run) -> int:
                 trainer.meter.add(result, outcome.tokens, seconds)
             if _finish_step(run, outcome.stop, signal):
                 return _stopped(run, signal)
+    run.source.discard()
     run.log.say(f"done: the heads are in {', '.join(str(trainer.folder) for trainer in run.trainers)}{_skipped_steps(run)}")
     return 0
 

@@ -29,6 +29,7 @@ from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.features.backbone import dtype_in_training, open_for_training, opens_head_only, read_config
+from headstart.training.features.between_epochs import keep_between_epochs
 from headstart.training.features.cached import open_source
 from headstart.training.features.manifest import cached_time
 from headstart.training.features.on_policy import require_on_policy, with_cache
@@ -110,7 +111,7 @@ def prepare(recipe: Recipe) -> Run:
         choose_vocabularies(drafters, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
     started += fit_starts([drafters[name] for name in drafters if state is None and name not in starts], splits.train, source, accelerator)
-    source = with_cache(recipe, source)
+    source, kept = keep_between_epochs(recipe, with_cache(recipe, source), feed, accelerator.num_processes)
     step_tokens = recipe.train.batch_size * splits.stats.tokens / feed.rows
     trainers = [_trainer(name, one, drafters[name], source, state, (step_tokens, feed.steps)) for name, one in recipe.per_drafter().items()]
     for trainer in trainers:
@@ -123,7 +124,7 @@ def prepare(recipe: Recipe) -> Run:
     run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
     if state is not None:
         _resume(run, state)
-    log.say(_summary(run, splits, cache_summary, started))
+    log.say(_summary(run, splits, cache_summary or kept, started))
     for trainer in trainers if state is None else []:
         log.note(0, {"init": trainer.start, "draft_vocabulary": trainer.coverage, "chosen": trainer.chosen.values}, trainer.name)
     return run

@@ -29,6 +29,10 @@ class Features:
     """True where token ``x_j`` is a label, that is, has a loss."""
     document_BT: Tensor | None = None
     """Document index of each position; -1 marks right padding. None: one document per row, no padding."""
+    norm_BT: Tensor | None = None
+    """Log-sum-exp of the backbone's logits over its whole vocabulary, where the next token is a label; None: not computed yet."""
+    choice_BT: Tensor | None = None
+    """Most likely next token there."""
 
     def gather(self, index_BT: Tensor, valid_BT: Tensor) -> Features:
         """Select the positions ``index_BT`` of each row; those where ``valid_BT`` is False become padding."""
@@ -127,6 +131,12 @@ class Anchors:
 
     row_M: Tensor
     position_M: Tensor
+
+    def ascending(self) -> Anchors:
+        """Return the anchors sorted by row and position."""
+        order_M = self.position_M.argsort(stable=True)
+        order_M = order_M[self.row_M[order_M].argsort(stable=True)]
+        return Anchors(self.row_M[order_M], self.position_M[order_M])
 
 
 def at_all_positions(tokens_BT: Tensor) -> Anchors:

@@ -102,40 +102,59 @@ LEAST, MOST = 64, 512
 """Bounds of the queries per block. A block takes the keys of all documents it touches, so it is no longer than the longest."""
 
 
+Bounds = tuple[int, int, int, int]
+"""(first query, last query + 1, first key, last key + 1) of a block."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Division of rows into blocks of queries."""
 
-    bounds: tuple[tuple[int, int, int], ...]
-    """(first query, last query + 1, first key) of each block."""
+    bounds: tuple[Bounds, ...]
     starts_BT: Tensor | None
-    """Start of each position's document; None: 0."""
+    """Start of each query's document; None: 0."""
     window: int | None = None
     """A query attends to this many positions up to its own (None: all)."""
+    places_BT: Tensor | None = None
+    """Position of each query; None: its index."""
     policy: ChunkPolicy = field(default_factory=chunk_policy)
 
-    def upto(self, positions: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the bounds clipped to ``positions``, as selected by the chunk policy."""
-        inside = [(first, min(end, positions), max(low, self._earliest(first))) for first, end, low in self.bounds if first < positions]
+    def upto(self, positions: int) -> Iterator[Bounds]:
+        """Yield the bounds clipped to ``positions`` queries, as selected by the chunk policy."""
+        inside = [self._clip(bounds, positions) for bounds in self.bounds if bounds[0] < positions]
         yield from self.policy.select(inside)
+
+    def at(self, places_BR: Tensor) -> Blocks:
+        """Return the blocks of the queries at these positions alone, which ascend in each row."""
+        size = max(end - first for first, end, *_ in self.bounds)
+        firsts = range(0, places_BR.shape[1], size)
+        starts_BR = None if self.starts_BT is None else self.starts_BT.gather(1, places_BR)
+        lows = [0 for _ in firsts] if starts_BR is None else starts_BR[:, ::size].amin(0).tolist()
+        keys = self.bounds[-1][3]
+        bounds = tuple((first, min(first + size, places_BR.shape[1]), low, keys) for first, low in zip(firsts, lows, strict=True))
+        return replace(self, bounds=bounds, starts_BT=starts_BR, places_BT=places_BR)
 
     def at_pass(self, k: int) -> Blocks:
         """Return the blocks for queries that stand ``k`` positions further than their index: their window ends earlier."""
         return self if self.window is None else replace(self, window=self.window - k)
 
-    def _earliest(self, query: int) -> int:
-        return 0 if self.window is None else query - self.window + 1
+    def _clip(self, bounds: Bounds, positions: int) -> Bounds:
+        if self.places_BT is not None:
+            return bounds
+        first, end, low = bounds[0], min(bounds[1], positions), bounds[2]
+        return first, end, low if self.window is None else max(low, first - self.window + 1), end
 
-    def barred(self, first: int, end: int, low: int, device: torch.device) -> Tensor:
-        """Return the mask ``[1 or B, 1, 1, end - first, end - low]``, True where a query does not attend to a key."""
-        key_S = torch.arange(low, end, device=device)
-        query_T1 = torch.arange(first, end, device=device)[:, None]
-        barred_TS = key_S > query_T1
+    def barred(self, bounds: Bounds, device: torch.device) -> Tensor:
+        """Return the mask ``[1 or B, 1, 1, queries, keys]`` of a block, True where a query does not attend to a key."""
+        first, end, low, high = bounds
+        key_S = torch.arange(low, high, device=device)
+        query_BT1 = (torch.arange(first, end, device=device)[None] if self.places_BT is None else self.places_BT[:, first:end])[..., None]
+        barred_BTS = key_S > query_BT1
         if self.window is not None:
-            barred_TS = barred_TS | (key_S <= query_T1 - self.window)
-        if self.starts_BT is None:
-            return barred_TS[None, None, None]
-        return (barred_TS | (key_S < self.starts_BT[:, first:end, None]))[:, None, None]
+            barred_BTS = barred_BTS | (key_S <= query_BT1 - self.window)
+        if self.starts_BT is not None:
+            barred_BTS = barred_BTS | (key_S < self.starts_BT[:, first:end, None])
+        return barred_BTS[:, None, None]
 
 
 def divide(document_BT: Tensor | None, shape: tuple[int, int, int], device: torch.device, window: int | None = None) -> Blocks:
@@ -155,7 +174,7 @@ def divide(document_BT: Tensor | None, shape: tuple[int, int, int], device: torc
     rows = max(LEAST, min(MOST, span, (CACHED if on_cpu else HELD) // (B * H * span)))
     firsts = range(0, T, rows)
     lows = [0 for _ in firsts] if starts_BT is None else starts_BT[:, ::rows].amin(0).tolist()
-    bounds = tuple((first, min(first + rows, T), low) for first, low in zip(firsts, lows, strict=True))
+    bounds = tuple((first, min(first + rows, T), low, min(first + rows, T)) for first, low in zip(firsts, lows, strict=True))
     return Blocks(bounds, None if starts_BT is None else starts_BT.to(device), window)
 
 
@@ -186,12 +205,13 @@ class _Past(torch.autograd.Function):
         scaled_BGRTC = _grouped(query_BHTC * query_BHTC.shape[-1] ** -0.5, keys_BGSC)
         wide = torch.promote_types(query_BHTC.dtype, torch.float32)
         logsum_BGRT = torch.empty(mixed_BGRTC.shape[:-1], dtype=wide, device=query_BHTC.device)
-        for first, end, low in blocks.upto(query_BHTC.shape[2]):
-            scores = _scores(scaled_BGRTC, keys_BGSC, blocks, (first, end, low))
+        for bounds in blocks.upto(query_BHTC.shape[2]):
+            first, end, low, high = bounds
+            scores = _scores(scaled_BGRTC, keys_BGSC, blocks, bounds)
             most = scores.amax(-1, keepdim=True)
             weights = scores.sub_(most).exp_()
             total = weights.sum(-1, keepdim=True)
-            taken = _times(weights.to(values_BGSC.dtype), values_BGSC[:, :, low:end])
+            taken = _times(weights.to(values_BGSC.dtype), values_BGSC[:, :, low:high])
             mixed_BGRTC[:, :, :, first:end] = taken / total
             logsum_BGRT[:, :, :, first:end] = (most + total.log())[..., 0]
         mixed_BHTC, logsum_BHT = mixed_BGRTC.flatten(1, 2), logsum_BGRT.flatten(1, 2)
@@ -212,9 +232,10 @@ class _Past(torch.autograd.Function):
         scaled = _grouped(query_BHTC * scale, keys_BGSC)
         by_query = torch.empty_like(scaled)
         by_keys, by_values = (torch.zeros_like(x, dtype=wide) for x in (keys_BGSC, values_BGSC))
-        for first, end, low in ctx.blocks.upto(query_BHTC.shape[2]):
-            part, past = (slice(None), slice(None), slice(None), slice(first, end)), (slice(None), slice(None), slice(low, end))
-            weights = _scores(scaled, keys_BGSC, ctx.blocks, (first, end, low)).sub_(logsum[part]).exp_()
+        for bounds in ctx.blocks.upto(query_BHTC.shape[2]):
+            first, end, low, high = bounds
+            part, past = (slice(None), slice(None), slice(None), slice(first, end)), (slice(None), slice(None), slice(low, high))
+            weights = _scores(scaled, keys_BGSC, ctx.blocks, bounds).sub_(logsum[part]).exp_()
             by_values[past] += _summed(weights.to(values_BGSC.dtype), by_mixed[part])
             by_scores = _times(by_mixed[part], values_BGSC[past].mT).to(wide).sub_(less[part]).mul_(weights).to(keys_BGSC.dtype)
             by_query[part] = _times(by_scores, keys_BGSC[past]) * scale
@@ -237,12 +258,12 @@ def _summed(x_BGRTS: Tensor, y_BGRTC: Tensor) -> Tensor:
     return x_BGRTS.flatten(2, 3).mT @ y_BGRTC.flatten(2, 3)
 
 
-def _scores(scaled_BGRTC: Tensor, keys_BGSC: Tensor, blocks: Blocks, bounds: tuple[int, int, int]) -> Tensor:
+def _scores(scaled_BGRTC: Tensor, keys_BGSC: Tensor, blocks: Blocks, bounds: Bounds) -> Tensor:
     """Compute a block's scores ``[B, G, R, T, S]`` in fp32 or wider; -inf where masked."""
-    first, end, low = bounds
-    scores = _times(scaled_BGRTC[:, :, :, first:end], keys_BGSC[:, :, low:end].mT)
+    first, end, low, high = bounds
+    scores = _times(scaled_BGRTC[:, :, :, first:end], keys_BGSC[:, :, low:high].mT)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if blocks.starts_BT is None and blocks.window is None:  # keys before the block need no mask
-        scores[..., first - low :].masked_fill_(blocks.barred(first, end, first, scores.device), float("-inf"))
+    if blocks.starts_BT is None and blocks.window is None and blocks.places_BT is None:  # keys before the block need no mask
+        scores[..., first - low :].masked_fill_(blocks.barred((first, end, first, high), scores.device), float("-inf"))
         return scores
-    return scores.masked_fill_(blocks.barred(first, end, low, scores.device), float("-inf"))
+    return scores.masked_fill_(blocks.barred(bounds, scores.device), float("-inf"))

@@ -215,18 +215,22 @@ class DecoderLayer(nn.Module):
     def forward_train(
         self, streams: Sequence[Tensor], passes: Sequence[tuple[Tensor, Tensor]], rotary: Rotary, blocks: Blocks
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Compute pass ``len(passes)`` at all positions, for training; returns the output and this pass's keys and values.
+        """Compute pass ``len(passes)`` at the positions of ``blocks``, for training; returns the output and this pass's keys and values.
 
-        Pass 0 is causal attention. In pass k, position t is rotated as t + k and attends to pass 0 up to t and to passes 1 to k at t.
-        A window of ``blocks`` counts positions as rotated, and has to reach back to pass 0: it is larger than k.
+        Pass 0 is causal attention at all positions. In pass k, position t is rotated as t + k and attends to pass 0 up to t and to passes
+        1 to k at t. A window of ``blocks`` counts positions as rotated, and has to reach back to pass 0: it is larger than k.
         """
         k, state = len(passes), streams[-1]
-        T = state.shape[1]
-        rotation = rotary(k, T, state.device)
+        T, places_BT = state.shape[1], blocks.places_BT
+        if places_BT is None:
+            rotation = rotary(k, T, state.device)
+        else:
+            rotation = rotary_at(rotary.table(passes[0][0].shape[2] + k, state.device), places_BT + k)
         x = self.inputs(*streams)
         query, keys_values = self.self_attn.queries(x, rotation), self.keys_values(x, rotation)
-        first, *later = ((keys[:, :, :T], values[:, :, :T]) for keys, values in (*passes, keys_values))
+        first, *later = (*passes, keys_values)
         mixed, logsum = attend_past(query, *first, blocks.at_pass(k))
+        later = [(keys[:, :, :T], values[:, :, :T]) for keys, values in later]
         return self.finish(state, join(query, mixed, logsum, later) if later else mixed, x), keys_values
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import families
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -127,6 +128,57 @@ def test_a_batch_without_anchors_still_reaches_every_parameter(backbone: Backbon
     sums.loss.backward()
     assert sums.loss == 0 and not sums.count_K.any()
     assert all(weight.grad is not None and not weight.grad.any() for weight in drafter.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 2}, {"sliding_window": 5}], ids=str)
+def test_depths_after_the_first_at_anchors_alone(options: dict[str, Any]) -> None:
+    """Hidden states are those of drafts at all positions; several documents in a row."""
+    on = families.backbone("llama")
+    drafter = families.random_drafter("eagle3", on, depth=4, **options)
+    samples = [Sample(families.texts(1, length, seed=length)[0], torch.ones(length, dtype=torch.bool)) for length in LENGTHS]
+    features = LiveFeatures(on, drafter.taps).read(collate(samples, ROWS))
+    deeper = sample_anchors(features, 4, 0.4, KEY, first_depth=1)
+    at = deeper.at.ascending()
+    dense, sparse = drafter.forward_dense(features), drafter.forward_deeper(features, at)
+    torch.testing.assert_close(sparse[0], dense[0])
+    assert 0 < len(at.row_M) < features.tokens_BT.numel() / 2
+    drawn = [sorted(zip(one.row_M.tolist(), one.position_M.tolist(), strict=True)) for one in (at, deeper.at)]
+    assert drawn[0] == drawn[1] == list(zip(at.row_M.tolist(), at.position_M.tolist(), strict=True))
+    for k in range(1, 4):
+        inside_M = at.position_M < dense[k].shape[1]
+        row_M, place_M = at.row_M[inside_M], at.position_M[inside_M]
+        torch.testing.assert_close(sparse[k][inside_M], dense[k][row_M, place_M], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["geometric", "expected"])
+def test_the_deeper_share_keeps_depth_0_and_the_expected_loss(backbone: Backbone, weights: Literal["geometric", "expected"]) -> None:
+    torch.manual_seed(2)
+    drafter, features = TinyDrafter(backbone, 3, torch.arange(1, V, 2)).double(), batch(backbone)
+    settings = Objective(depth_weights=weights, chunk_size=7)
+    whole = TrainStep(drafter, settings)(features, KEY)
+    drafter.deeper_share = 0.3
+    with torch.no_grad():
+        some = [TrainStep(drafter, settings)(features, StepKey(0, step)) for step in range(200)]
+    assert all(torch.equal(sums.count_K[0], whole.count_K[0]) and sums.alpha_K[0] == whole.alpha_K[0] for sums in some)
+    counts_K = torch.stack([sums.count_K for sums in some]).double().mean(0)
+    torch.testing.assert_close(counts_K[1:], 0.3 * whole.count_K[1:].double(), rtol=0.1, atol=0)
+    torch.testing.assert_close(torch.stack([sums.loss for sums in some]).mean(), whole.loss.detach(), rtol=0.05, atol=0)
+    drafter.deeper_share = 1 - 1e-12  # every position is drawn, on the path of those that are not
+    again = TrainStep(drafter, settings)(features, KEY)
+    gradients = [torch.autograd.grad(sums.loss, list(drafter.parameters())) for sums in (whole, again)]
+    for a, b in zip((*again[:4], *gradients[1]), (*whole[:4], *gradients[0]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_a_run_with_a_deeper_share_does_not_depend_on_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+    drafter = {"kind": "eagle3", "depth": 3, "deeper_share": 0.4}
+    recipe = str(make_recipe(tmp_path, drafter=drafter, train={"steps": 8, "batch_size": 4}, data={"eval_rows": 0}))
+    assert main([recipe, f"save.dir={tmp_path}/whole"]) == 0
+    assert main([recipe, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
+    whole, pieces = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces"))
+    assert [line["loss"] for line in pieces] == pytest.approx([line["loss"] for line in whole], rel=1e-4)
 
 
 @pytest.mark.slow

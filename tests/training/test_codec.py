@@ -19,7 +19,7 @@ from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import Batch, collate
-from headstart.training.features.codec import CacheFormat, concatenate, single_row
+from headstart.training.features.codec import CacheFormat, concatenate, single_row, with_teacher
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens
@@ -44,7 +44,7 @@ def form_for(on: Backbone, taps: tuple[int, ...], store: str = "int8") -> CacheF
 def keep(form: CacheFormat, on: Backbone, samples: list[Sample], batch: Batch) -> Features:
     """The features a cache returns for a batch: each sample read alone, encoded, decoded and joined."""
     live = LiveFeatures(on, form.taps)
-    kept = [form.encode(live.read(collate(samples, [[index]]))) for row in batch.members for index in row]
+    kept = [form.encode(with_teacher(live.read(collate(samples, [[index]])), on)) for row in batch.members for index in row]
     return form.decode(concatenate(kept), batch, form.taps)
 
 
@@ -74,7 +74,7 @@ def test_the_size_is_known_beforehand(store: str) -> None:
     form = form_for(on, (1, 3), store)
     live = LiveFeatures(on, form.taps)
     for sample in samples:
-        kept = form.encode(live.read(collate([sample], [[0]])))
+        kept = form.encode(with_teacher(live.read(collate([sample], [[0]])), on))
         assert sum(tensor.numel() * tensor.element_size() for tensor in kept.values()) == form.size(len(sample.tokens))
         header = len(save(kept)) - form.size(len(sample.tokens))
         assert 0 < header < 1100
@@ -113,7 +113,8 @@ def test_the_loss_is_the_live_one_within_the_error_of_rounding(family: str, kind
     on, samples = backbone(family), make_samples()
     batch, taps = collate(samples, ROWS), random_drafter(kind, on).taps
     live = loss_of(LiveFeatures(on, taps).read(batch), kind, on, Objective())
-    kept = loss_of(keep(form_for(on, taps, store), on, samples, batch), kind, on, Objective())
+    assert (kept_features := keep(form_for(on, taps, store), on, samples, batch)).norm_BT is not None
+    kept = loss_of(kept_features, kind, on, Objective())
     assert abs(kept[0] - live[0]) <= BOUNDS[store][0] * live[0]
     assert (kept[2] - live[2]).norm() <= BOUNDS[store][1] * live[2].norm()
     assert torch.equal(kept[1].count_K, live[1].count_K)

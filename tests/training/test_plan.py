@@ -21,7 +21,7 @@ from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.gain import best_chain, tau
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.plan.memory_counter import MemoryCounter
-from headstart.training.plan.plan import disk, largest, read_data
+from headstart.training.plan.plan import disk, find_machine, largest, read_data
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
@@ -135,12 +135,16 @@ def test_what_is_written_to_disk(small: Path) -> None:
     assert isinstance(splits, Splits)
     models = make_fake_models(load_recipe(small, ["drafter.kind=eagle3"]), False)
 
+    machine = find_machine(None, None)
+
     def written(*overrides: str) -> dict[str, Any]:
-        return disk(load_recipe(small, ["drafter.kind=eagle3", *overrides]), models, splits)
+        return disk(load_recipe(small, ["drafter.kind=eagle3", *overrides]), models, splits, machine)
 
     plain = written()
     assert plain["states"] == 3 * (3 * plain["heads"]) > written("train.optimizer=muon")["states"]
     assert written("save.keep=4", "train.ema_decay=0.9")["states"] == 5 * (4 * plain["heads"])
+    kept = written("train.steps=null", "train.epochs=2")["between_epochs"]
+    assert kept == written("cache.dir=x")["features"] and not written("train.steps=null", "train.epochs=1")["between_epochs"]
     assert written("cache.dir=x", "cache.dtype=exact")["features"] > 2 * written("cache.dir=x")["features"] > 0
     assert written("regenerate.out=x.jsonl")["answers"] > written("regenerate.out=x.jsonl", "regenerate.limit=4")["answers"] > 0
 

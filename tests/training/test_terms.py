@@ -10,7 +10,18 @@ import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS, mixture, smooth_l1
 from torch import Tensor
 
-from headstart.training.objective.terms import FEATURES, TERMS, DraftProbs, SoftTarget, compare, gradient, mix, regression, soft_target
+from headstart.training.objective.terms import (
+    FEATURES,
+    TERMS,
+    DraftProbs,
+    SoftTarget,
+    compare,
+    gradient,
+    known_target,
+    mix,
+    regression,
+    soft_target,
+)  # fmt: skip
 from headstart.training.recipe import training as recipe
 from headstart.training.recipe.training import Objective
 
@@ -54,6 +65,18 @@ def test_value_and_gradient_are_those_of_the_formula(terms: dict[str, float], vo
     torch.testing.assert_close(value, right.detach(), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(gradient_CV, torch.autograd.grad(right, free_CV)[0], rtol=1e-10, atol=1e-12)
     assert not gradient_CV[0].any() and gradient_CV[1:].any()  # a weight of 0
+
+
+@VOCABULARIES
+def test_a_target_from_the_logits_of_the_draft_vocabulary_alone(vocabulary: Tensor | None) -> None:
+    backbone_CV, _ = logits(vocabulary)
+    tokens = torch.arange(V) if vocabulary is None else vocabulary
+    expected = soft_target(backbone_CV, tokens)
+    actual = known_target(backbone_CV[:, tokens], backbone_CV.logsumexp(-1), backbone_CV.argmax(-1), tokens)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    rounded = known_target(backbone_CV[:, tokens] + 1, backbone_CV.logsumexp(-1), backbone_CV.argmax(-1), tokens)
+    assert rounded.mass_C.max() <= 1
 
 
 def test_every_term_is_covered() -> None:

@@ -4,20 +4,23 @@ States are stored in the backbone's dtype (``exact``), bf16 or int8. For int8, e
 its largest entry over 127. The scale of a channel is the fourth root of the mean fourth power over tokens scaled to unit RMS, so that
 the few tokens with huge states, common in language models, do not dominate. The error of an entry is at most ``token * channel / 2``.
 
-The final hidden state is stored to compute the teacher's distribution.
+The final hidden state is stored to compute the teacher's distribution, over the draft vocabulary alone: with it the normaliser of all
+logits and their largest are stored.
 
-Shape suffixes: B batch, T positions, P positions of several samples concatenated, S samples, D width, C positions of a chunk.
+Shape suffixes: B batch, T positions, P positions of several samples concatenated, or before labels, S samples, D width, V vocabulary, C
+positions of a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.support.pytree import map_tensors
@@ -47,13 +50,15 @@ class CacheFormat:
         """Return the bytes of a sample with ``tokens`` tokens."""
         entry = {"int8": 1, "bf16": 2, "exact": self.backbone_dtype.itemsize}[self.dtype]
         scales = 2 * (tokens + self.dim) if self.dtype == "int8" else 0
-        return len(self.states) * (tokens * self.dim * entry + scales) + 4  # the count
+        return len(self.states) * (tokens * self.dim * entry + scales) + 8 * tokens + 4  # normaliser and choice, the count
 
     def encode(self, features: Features) -> Record:
         """Encode one sample (a batch of one row); the record is on the CPU."""
         taps, record = features.taps or {}, Record()
         for name, tap in self.states.items():
             record |= self._quantize(name, (features.hidden_BTD if tap is None else taps[tap])[0])
+        if features.norm_BT is not None and features.choice_BT is not None:
+            record |= {"norm": features.norm_BT[0].float(), "choice": features.choice_BT[0].int()}
         count = torch.tensor([features.tokens_BT.shape[1]], dtype=torch.int32)
         return {name: tensor.cpu() for name, tensor in record.items()} | {"tokens": count}
 
@@ -81,14 +86,16 @@ class CacheFormat:
         on_device = {name: tensor.to(device) for name, tensor in record.items()}
 
         def scatter(x_PD: Tensor) -> Tensor:
-            return x_PD.new_zeros(B * T, x_PD.shape[-1]).index_copy_(0, position_P, x_PD).view(B, T, -1)
+            return x_PD.new_zeros(B * T, *x_PD.shape[1:]).index_copy_(0, position_P, x_PD).view(B, T, *x_PD.shape[1:])
 
         sample_P = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
         states = {
             tap: scatter(self.dequantize(on_device, name, sample_P)) for name, tap in self.states.items() if tap is None or tap in taps
         }
         hidden_BTD = states.pop(None)
-        return Features(batch.tokens_BT, hidden_BTD, {tap: states[tap] for tap in taps} or None, batch.loss_mask_BT, batch.document_BT)
+        read = {tap: states[tap] for tap in taps} or None
+        teacher = (scatter(on_device["norm"]), scatter(on_device["choice"].long())) if "norm" in record else ()
+        return Features(batch.tokens_BT, hidden_BTD, read, batch.loss_mask_BT, batch.document_BT, *teacher)
 
     def dequantize(self, record: Record, name: str, sample_P: Tensor) -> Tensor:
         """Return a stored state of concatenated samples, ``[P, D]``; ``sample_P`` is the index of each position's sample."""
@@ -96,6 +103,18 @@ class CacheFormat:
             return record[name].to(self.backbone_dtype)
         scale_PD = record[f"{name}.token"].float()[:, None] * record[f"{name}.channel"].float()[sample_P]
         return (record[name] * scale_PD).to(self.backbone_dtype)
+
+
+def with_teacher(features: Features, backbone: Backbone) -> Features:
+    """Return the features with the normaliser of the backbone's logits and their largest, where the next token is a label."""
+    assert features.loss_mask_BT is not None
+    norm_BT = torch.zeros_like(features.tokens_BT, dtype=torch.promote_types(features.hidden_BTD.dtype, torch.float32))
+    choice_BT = torch.zeros_like(features.tokens_BT)
+    at_PN = features.loss_mask_BT[:, 1:].nonzero()
+    for row_C, place_C in (at_CN.unbind(1) for at_CN in at_PN.split(CHUNK)):
+        logits_CV = backbone.readout(features.hidden_BTD[row_C, place_C]).to(norm_BT.dtype)
+        norm_BT[row_C, place_C], choice_BT[row_C, place_C] = logits_CV.logsumexp(-1), logits_CV.argmax(-1)
+    return replace(features, norm_BT=norm_BT, choice_BT=choice_BT)
 
 
 def single_row(features: Features, row: int, length: int) -> Features:

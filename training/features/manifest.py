@@ -34,7 +34,7 @@ from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.codec import CacheFormat, Record
 from headstart.training.recipe.recipe import Cache, Data, to_dict
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 MAX_OPEN = 64
 """Shards that a reader holds open."""

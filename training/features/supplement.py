@@ -23,7 +23,7 @@ from headstart.training.data.batch_sampler import samples_hash
 from headstart.training.data.kept import Splits
 from headstart.training.data.packing import collate
 from headstart.training.data.sample import Sample
-from headstart.training.features.codec import CacheFormat, Record
+from headstart.training.features.codec import CacheFormat, Record, with_teacher
 from headstart.training.features.manifest import Manifest, save_tensors
 from headstart.training.features.source import FeatureSource
 
@@ -85,7 +85,7 @@ def write_supplement(manifest: Manifest, form: CacheFormat, source: FeatureSourc
         tensors: Record = {"probe.tokens": probed.tokens_BT[0], "probe.hidden": probed.hidden_BTD[0]}
         tensors |= {f"probe.tap.{tap}": tensor[0] for tap, tensor in (probed.taps or {}).items()}
         for i in range(len(held_out)):
-            features = source.read(collate(held_out, [[i]]).to(source.backbone.device))
+            features = with_teacher(source.read(collate(held_out, [[i]]).to(source.backbone.device)), source.backbone)
             tensors |= {f"held.{i}.{name}": tensor for name, tensor in form.encode(features).items()}
             tensors[f"held.{i}.ids"] = features.tokens_BT[0]
         header = {"cache": manifest.id, "held_out": samples_hash(held_out), "lacks_last": str(source.lacks_last)}

@@ -26,7 +26,7 @@ from headstart.support.text import gigabytes
 from headstart.training.data.kept import Splits
 from headstart.training.data.packing import batches_by_length, collate
 from headstart.training.data.sample import Sample
-from headstart.training.features.codec import CHUNK, CacheFormat, Record, concatenate, single_row
+from headstart.training.features.codec import CHUNK, CacheFormat, Record, concatenate, single_row, with_teacher
 from headstart.training.features.manifest import Manifest, open_shard, save_tensors
 from headstart.training.features.source import FeatureSource
 from headstart.training.features.supplement import write_supplement
@@ -84,7 +84,7 @@ def _write_shard(manifest: Manifest, form: CacheFormat, samples: list[Sample], s
     errors: list[dict[str, Tensor]] = []
     for indices in batches_by_length(samples, range(*manifest.shards[number])):
         batch = collate(samples, [[i] for i in indices]).to(backbone.device)
-        features = source.read(batch)
+        features = with_teacher(source.read(batch), backbone)
         for row, i in enumerate(indices):
             alone = single_row(features, row, len(samples[i].tokens))
             records[i] = form.encode(alone)

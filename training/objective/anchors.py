@@ -85,4 +85,4 @@ def text_rows(features: Features, anchors: SampledAnchors) -> LossRows:
     here_MK, next_MK = target_MK.clamp(max=last), (target_MK + 1).clamp(max=last)  # no depth counts beyond the row
     tokens_BT = features.tokens_BT
     hidden_MKD, parents_MK, labels_MK = features.hidden_BTD[row_M1, here_MK], tokens_BT[row_M1, here_MK], tokens_BT[row_M1, next_MK]
-    return LossRows(hidden_MKD, parents_MK, labels_MK, anchors.counts_MK, anchors.counts_MK)
+    return LossRows(hidden_MKD, parents_MK, labels_MK, anchors.counts_MK, anchors.counts_MK).known(features, (row_M1, here_MK))

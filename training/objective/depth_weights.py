@@ -32,29 +32,31 @@ def confidence(loss: FusedLoss, rows: LossRows, drafts: list[Tensor]) -> Tensor:
     """Return the draft's probability of the label at each depth, ``[M, K]``; 0 for labels outside the draft vocabulary."""
     assert rows.labels_MJ is not None
     prob_MK = at_least_fp32(drafts[0][:0]).new_zeros(len(rows), len(drafts))
+    index_MJ, known_MJ = in_vocabulary(rows.labels_MJ, loss.vocabulary)
     for chunk in loss.chunks(len(rows)):
-        part = rows.part(chunk)
-        assert part.labels_MJ is not None
-        index_CJ, known_CJ = in_vocabulary(part.labels_MJ, loss.vocabulary)
         for k, draft_MD in enumerate(drafts):
-            j = min(k, index_CJ.shape[1] - 1)
+            at, j = rows.drafted(chunk, k), min(k, index_MJ.shape[1] - 1)
             # Autograd stays enabled; otherwise autocast would cache weight casts that have no graph.
-            logits_CV = at_least_fp32(loss.chunk_logits(draft_MD, k, chunk, part)[1].detach())
-            log_prob_C = logits_CV.gather(-1, index_CJ[:, j, None]).squeeze(-1) - logits_CV.logsumexp(-1)
-            prob_MK[chunk, k] = log_prob_C.exp() * known_CJ[:, j]
+            logits_CV = at_least_fp32(loss.chunk_logits(draft_MD, k, at, rows.part(at))[1].detach())
+            log_prob_C = logits_CV.gather(-1, index_MJ[at, j, None]).squeeze(-1) - logits_CV.logsumexp(-1)
+            prob_MK[at, k] = log_prob_C.exp() * known_MJ[at, j]
     return prob_MK
 
 
-def expected(confidence_MK: Tensor, counts_MK: Tensor, draft_MK: Tensor, drafts: int) -> Tensor:
+def expected(confidence_MK: Tensor, counts_MK: Tensor, draft_MK: Tensor, drafts: int, drawn_MK: Tensor | None = None) -> Tensor:
     """Return D-PACE's weights, ``[M, K]``; entry (m, k) is depth k of draft ``draft_MK[m, k]``, an index below ``drafts``.
 
-    A depth that does not count has weight 0 and does not affect the weights of deeper ones.
+    A depth that does not count has weight 0 and does not affect the weights of deeper ones. One that was not drafted (``drawn_MK``) is
+    taken to be as likely as the draft's first.
     """
     K = counts_MK.shape[1]
     smooth_MK = SMOOTHING + (1 - SMOOTHING) * confidence_MK
     # Arrange by draft and depth; an additional draft takes entries that do not count.
     index_MK = torch.where(counts_MK, draft_MK, drafts) * K + torch.arange(K, device=counts_MK.device)
     smooth_NK = smooth_MK.new_ones((drafts + 1) * K).scatter_(0, index_MK.flatten(), smooth_MK.flatten()).view(-1, K)
+    if drawn_MK is not None:
+        drawn_NK = drawn_MK.new_ones((drafts + 1) * K).scatter_(0, index_MK.flatten(), drawn_MK.flatten()).view(-1, K)
+        smooth_NK = torch.where(drawn_NK, smooth_NK, smooth_NK[:, :1])
     counts_NK = smooth_MK.new_zeros((drafts + 1) * K).scatter_(0, index_MK.flatten(), 1.0).view(-1, K)
     reached_NK = smooth_NK.cumprod(1) * counts_NK
     beyond_NK = reached_NK.flip(1).cumsum(1).flip(1)

@@ -15,20 +15,30 @@ Shape suffixes: M rows of the loss, C rows of a chunk, D width, V vocabulary, K 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import chunk_policy
 from headstart.training.objective.anchors import StepKey, sample_anchors, text_rows
 from headstart.training.objective.loss_rows import LossRows, dense_rows
-from headstart.training.objective.terms import FEATURES, SoftTarget, compare, compare_and_mix, compiled, regression, soft_target
+from headstart.training.objective.terms import (
+    FEATURES,
+    SoftTarget,
+    compare,
+    compare_and_mix,
+    compiled,
+    known_target,
+    regression,
+    soft_target,
+)
 from headstart.training.recipe.training import Objective
 
 CPU_LOGITS, CPU_MIN_ROWS = 2**19, 128
@@ -51,43 +61,56 @@ class FusedLoss:
 
     def sum(self, rows: LossRows, drafts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted loss, with gradients, and per depth the number of top-1 agreements and the summed acceptance rate."""
-        gradients = GradientAccumulator(drafts)
-        parts = [self._chunk(rows.part(chunk), chunk, gradients) for chunk in self.chunks(len(rows))]
+        gradients, targets = GradientAccumulator(drafts), self._targets(rows)
+        parts = [self._chunk(rows, chunk, targets, gradients) for chunk in self.chunks(len(rows))]
         loss, correct_K, alpha_K = (torch.stack(part).sum(0) for part in zip(*parts, strict=True))
         return gradients.attach(loss), correct_K, alpha_K
 
-    def _chunk(self, rows: LossRows, chunk: slice, gradients: GradientAccumulator) -> tuple[Tensor, Tensor, Tensor]:
-        sums, targets = [], rows.hidden_MJD.shape[1]
+    def _targets(self, rows: LossRows) -> Callable[[slice, int], SoftTarget]:
+        """Return the function from a chunk and a column to its target; where normalisers are known, of the draft vocabulary's logits."""
+        hidden_MJD, norm_MJ, choice_MJ = rows.hidden_MJD, rows.norm_MJ, rows.choice_MJ
+        backbone, vocabulary = self.drafter.backbone, self.vocabulary
+        if norm_MJ is None or choice_MJ is None or vocabulary is None:
+            return lambda chunk, i: soft_target(backbone.readout(hidden_MJD[chunk, i]), vocabulary)
+        readout = _partial_readout(backbone, vocabulary)
+        return lambda chunk, i: known_target(readout(hidden_MJD[chunk, i]), norm_MJ[chunk, i], choice_MJ[chunk, i], vocabulary)
+
+    def _chunk(
+        self, rows: LossRows, chunk: slice, targets: Callable[[slice, int], SoftTarget], gradients: GradientAccumulator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums = []
         for i in range(len(gradients.drafts)):
-            if i < targets:  # one target for all depths, or one per depth
-                with torch.no_grad(), torch.autocast(rows.parents_MJ.device.type, enabled=False):  # in its own dtype, as in decoding
-                    target = soft_target(self.drafter.backbone.readout(rows.hidden_MJD[:, i]), self.vocabulary)
-            sums.append(self._depth(i, target, rows, chunk, gradients))
+            if i < rows.hidden_MJD.shape[1]:  # one target for all depths, or one per depth
+                with torch.no_grad(), torch.autocast(rows.hidden_MJD.device.type, enabled=False):  # in its own dtype, as in decoding
+                    target = targets(chunk, i)
+            at = rows.drafted(chunk, i)
+            chosen = target if isinstance(at, slice) else SoftTarget(*(part[at - chunk.start] for part in target))
+            sums.append(self._depth(i, chosen, rows.part(at), at, gradients))
         losses_K, correct_K, alpha_K = (torch.stack(part) for part in zip(*sums, strict=True))
         return losses_K.sum(), correct_K, alpha_K
 
     def _depth(
-        self, i: int, target: SoftTarget, rows: LossRows, chunk: slice, gradients: GradientAccumulator
+        self, i: int, target: SoftTarget, rows: LossRows, at: slice | Tensor, gradients: GradientAccumulator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, top-1 agreements and summed acceptance rate of column i; its logits are freed on return."""
-        leaf_CD, logits_CV = self.chunk_logits(gradients.drafts[i], i, chunk, rows)
+        """Return loss, top-1 agreements and summed acceptance rate of column i in the rows ``at``; its logits are freed on return."""
+        leaf_CD, logits_CV = self.chunk_logits(gradients.drafts[i], i, at, rows)
         counts_C, weight_C = rows.counts_MK[:, i], rows.weights_MK[:, i]
         with torch.no_grad():
             compute = compiled() if self.compiled else compare_and_mix
             found = compute(target, logits_CV.detach(), weight_C, self.settings)
             loss = found.loss
             if logits_CV.requires_grad:
-                gradients.backward(i, chunk, leaf_CD, logits_CV, found.gradient_CV)
+                gradients.backward(i, at, leaf_CD, logits_CV, found.gradient_CV)
             if share := self.settings.terms.get(FEATURES):
                 value, gradient_CD = regression(leaf_CD.detach(), _column(rows.hidden_MJD, i), share * weight_C)
                 loss = loss + value
-                gradients.add(i, chunk, gradient_CD)
+                gradients.add(i, at, gradient_CD)
             choice_C = found.choice_C if self.vocabulary is None else self.vocabulary[found.choice_C]
             return loss, ((choice_C == target.choice_C) & counts_C).sum(), (found.alpha_C * counts_C).sum()
 
-    def chunk_logits(self, draft_MD: Tensor, i: int, chunk: slice, rows: LossRows) -> tuple[Tensor, Tensor]:
-        """Return the detached hidden states of column i of a chunk, and their logits; ``rows`` are those of the chunk."""
-        leaf_CD = draft_MD[chunk].detach().requires_grad_(draft_MD.requires_grad and torch.is_grad_enabled())
+    def chunk_logits(self, draft_MD: Tensor, i: int, at: slice | Tensor, rows: LossRows) -> tuple[Tensor, Tensor]:
+        """Return the detached hidden states of column i in the rows ``at``, and their logits; ``rows`` are those rows."""
+        leaf_CD = draft_MD[at].detach().requires_grad_(draft_MD.requires_grad and torch.is_grad_enabled())
         return leaf_CD, self.drafter.readout(leaf_CD, rows.first_depth + i, _column(rows.parents_MJ, i))
 
     def chunks(self, count: int) -> Iterator[slice]:
@@ -97,6 +120,15 @@ class FusedLoss:
             vocab = self.drafter.backbone.vocab if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
             size = min(size, max(CPU_MIN_ROWS, CPU_LOGITS // vocab))
         yield from policy.select([slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)])
+
+
+def _partial_readout(backbone: Backbone, tokens: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the backbone's readout of these tokens alone, whose rows of the output layer are copied."""
+    layer = backbone.unembed
+    if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
+        return lambda hidden: backbone.readout(hidden).index_select(-1, tokens)
+    weight, bias = layer.weight[tokens], None if layer.bias is None else layer.bias[tokens]
+    return lambda hidden: backbone.postprocess(nn.functional.linear(hidden, weight, bias))
 
 
 def _column(values: Tensor, i: int) -> Tensor:
@@ -112,18 +144,18 @@ class GradientAccumulator:
         self.of_drafts = [torch.zeros_like(draft_MD) for draft_MD in drafts] if torch.is_grad_enabled() else []
         self.of_weights: dict[Tensor, Tensor] = {}
 
-    def add(self, i: int, chunk: slice, gradient_CD: Tensor) -> None:
+    def add(self, i: int, at: slice | Tensor, gradient_CD: Tensor) -> None:
         if self.of_drafts:
-            self.of_drafts[i][chunk] += gradient_CD
+            self.of_drafts[i][at] += gradient_CD
 
-    def backward(self, i: int, chunk: slice, leaf_CD: Tensor, logits_CV: Tensor, gradient_CV: Tensor) -> None:
+    def backward(self, i: int, at: slice | Tensor, leaf_CD: Tensor, logits_CV: Tensor, gradient_CV: Tensor) -> None:
         """Propagate the gradient of a chunk's logits through the readout to ``leaf_CD`` and the weights."""
         inputs = [weight for weight in leaves(logits_CV) if weight is not leaf_CD] + [leaf_CD] * leaf_CD.requires_grad
         with torch.autocast(logits_CV.device.type, enabled=False):  # a backward uses the dtypes of its forward
             gradients = torch.autograd.grad(logits_CV, inputs, gradient_CV.to(logits_CV.dtype), allow_unused=True)
         for tensor, part in zip(inputs, gradients, strict=True):
             if tensor is leaf_CD and part is not None:
-                self.add(i, chunk, part)
+                self.add(i, at, part)
             elif tensor in self.of_weights and part is not None:
                 self.of_weights[tensor].add_(part)
             elif part is not None:

@@ -6,13 +6,13 @@ at j is the target of all depths k, drafted at ``t = j-1-k``. Drafts at all posi
 
 `LmLoss` keeps a backbone a good language model while its adapter is trained together with heads.
 
-Shape suffixes: B batch, T positions, D width, K depth, M rows of the loss or label tokens or anchors (ordered by index in the document,
-then by document), J targets of a row (1 or K), V vocabulary, C label tokens of a chunk.
+Shape suffixes: B batch, T positions, D width, K depth, N depths after the first, M rows of the loss or label tokens or anchors (ordered by
+index in the document, then by document), J targets of a row (1 or K), V vocabulary, C label tokens of a chunk.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features
 from headstart.heads.backbone.hooks import recomputed
 from headstart.heads.layers.causal_attention import chunk_policy
 
@@ -41,14 +41,28 @@ class LossRows:
     """Weight in the loss; 0 where the depth does not count."""
     first_depth: int = 0
     """Depth of column 0."""
+    drawn_MK: Tensor | None = None
+    """True where depth k counts and was drafted; None: wherever it counts."""
+    norm_MJ: Tensor | None = None
+    """Normaliser of the targets' logits, and their most likely tokens; None: not known yet."""
+    choice_MJ: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.counts_MK)
 
-    def part(self, rows: slice) -> LossRows:
-        labels_CJ = None if self.labels_MJ is None else self.labels_MJ[rows]
-        tensors = self.hidden_MJD[rows], self.parents_MJ[rows], labels_CJ, self.counts_MK[rows], self.weights_MK[rows]
-        return LossRows(*tensors, self.first_depth)
+    def drafted(self, chunk: slice, i: int) -> slice | Tensor:
+        """Return the rows of a chunk that need the logits of column i; all of them if each has a draft."""
+        return chunk if self.drawn_MK is None or i == 0 else self.drawn_MK[chunk, i].nonzero().flatten() + chunk.start
+
+    def part(self, rows: slice | Tensor) -> LossRows:
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "first_depth"}
+        return replace(self, **{name: tensor[rows] for name, tensor in tensors.items() if tensor is not None})
+
+    def known(self, features: Features, at: tuple[Tensor, Tensor]) -> LossRows:
+        """Return the rows with what the features know of the targets, which are ``at`` these rows and positions ``[M, J]``."""
+        if features.norm_BT is None or features.choice_BT is None:
+            return self
+        return replace(self, norm_MJ=features.norm_BT[at], choice_MJ=features.choice_BT[at])
 
     def weighted(self, weights_MK: Tensor) -> LossRows:
         return replace(self, weights_MK=weights_MK)
@@ -76,22 +90,29 @@ def count_label_tokens(loss_mask_BT: Tensor, document_BT: Tensor) -> Tensor:
     return counted(loss_mask_BT, document_BT, 0).sum()
 
 
-def dense_rows(features: Features, hidden: list[Tensor]) -> tuple[LossRows, list[Tensor], Tensor]:
+def dense_rows(features: Features, hidden: list[Tensor], deeper: Anchors | None = None) -> tuple[LossRows, list[Tensor], Tensor]:
     """Make the loss rows of drafts at all positions; returns rows, hidden states per depth, and each entry's draft ``b T + t``, ``[M, K]``.
 
     Where a depth does not count, its entry has another position's state: this keeps shapes fixed, and every depth is in the graph, as
-    data parallelism requires.
+    data parallelism requires. ``deeper``: the positions of all depths but the first (`Drafter.forward_deeper`).
     """
     assert features.loss_mask_BT is not None and features.document_BT is not None
     counts_KBT = torch.stack([counted(features.loss_mask_BT, features.document_BT, k) for k in range(len(hidden))])
     row_M, j_M = counts_KBT[0].nonzero(as_tuple=True)
     tokens_BT, counts_MK = features.tokens_BT, counts_KBT[:, row_M, j_M].T
     parents_M1, labels_M1 = tokens_BT[row_M, j_M][:, None], tokens_BT[row_M, j_M + 1][:, None]
-    rows = LossRows(features.hidden_BTD[row_M, j_M][:, None], parents_M1, labels_M1, counts_MK, counts_MK)
+    at = row_M[:, None], j_M[:, None]
+    rows = LossRows(features.hidden_BTD[at], parents_M1, labels_M1, counts_MK, counts_MK).known(features, at)
     drafts = []
-    for k, draft_BTD in enumerate(hidden):
+    for k, draft_BTD in enumerate(hidden[: None if deeper is None else 1]):
         draft_BTD = draft_BTD if draft_BTD.shape[1] else F.pad(draft_BTD, (0, 0, 0, 1))
         drafts.append(draft_BTD[row_M, (j_M - 1 - k).clamp(min=0)])
+    if deeper is not None:
+        number_BT = torch.full_like(tokens_BT, -1)
+        number_BT[deeper.row_M, deeper.position_M] = torch.arange(len(deeper.row_M), device=j_M.device)
+        number_MN = number_BT[row_M[:, None], (j_M[:, None] - 1 - torch.arange(1, len(hidden), device=j_M.device)).clamp(min=0)]
+        rows = replace(rows, drawn_MK=counts_MK & F.pad(number_MN >= 0, (1, 0), value=True))
+        drafts += [F.pad(draft_MD, (0, 0, 0, 1))[number_MN[:, n]] for n, draft_MD in enumerate(hidden[1:])]  # -1: the padding
     draft_MK = (row_M * tokens_BT.shape[1] + j_M - 1)[:, None] - torch.arange(len(hidden), device=j_M.device)
     return rows, drafts, draft_MK
 

@@ -2,7 +2,8 @@
 
 Drafts start at all positions or at sampled ones (anchors), and are teacher-forced or follow the drafter's own tokens (rollouts). The
 loss is a sum over rows (loss_rows.py), computed in chunks (fused.py): for each row and depth a mixture of terms (terms.py) times a
-weight (depth_weights.py). Drafts at anchors have weight 1 / share, so that the expected loss does not depend on the share.
+weight (depth_weights.py). Drafts at anchors have weight 1 / share, so that the expected loss does not depend on the share. The depths
+after the first may have anchors of their own (`Drafter.deeper_share`): they cost most of a step, and share the first one's weights.
 
 The loss is a sum over depths and label tokens; the caller divides by the number of label tokens of the whole optimiser step
 (`count_label_tokens`), over all processes and micro-batches. The result does not depend on packing, padding, accumulation or the
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.training.features.on_policy import FeaturesWithCache
@@ -53,11 +54,15 @@ class Sums(NamedTuple):
         return self.count_K, self.correct_K, self.alpha_K
 
 
-def objective(loss: FusedLoss, features: Features, hidden: list[Tensor], anchors: SampledAnchors | None = None) -> Sums:
-    """Compute a batch's sums from the hidden states of the drafter's forward, at ``anchors`` if given; only ``loss`` has gradients."""
+def objective(
+    loss: FusedLoss, features: Features, hidden: list[Tensor], anchors: SampledAnchors | None = None, deeper: Anchors | None = None
+) -> Sums:
+    """Compute a batch's sums from the hidden states of the drafter's forward, at ``anchors`` if given, or all depths but the first at
+    ``deeper``; only ``loss`` has gradients.
+    """
     settings = loss.settings
     if anchors is None:
-        rows, drafts, draft_MK = dense_rows(features, hidden)
+        rows, drafts, draft_MK = dense_rows(features, hidden, deeper)
         draft_count = features.tokens_BT.numel()
     else:
         rows, drafts, draft_count = text_rows(features, anchors), hidden, len(anchors)
@@ -67,10 +72,13 @@ def objective(loss: FusedLoss, features: Features, hidden: list[Tensor], anchors
         weights_MK = geometric(settings.depth_decay, rows.counts_MK, dtype)
     else:
         confidence_MK = confidence(loss, rows, drafts).to(dtype)
-        weights_MK = expected(confidence_MK, rows.counts_MK, draft_MK, draft_count)
+        weights_MK = expected(confidence_MK, rows.counts_MK, draft_MK, draft_count, rows.drawn_MK)
     weights_MK = weights_MK if anchors is None else weights_MK / anchors.share
+    drawn_MK = rows.counts_MK if rows.drawn_MK is None else rows.drawn_MK
+    if deeper is not None:
+        weights_MK = torch.cat([weights_MK[:, :1], weights_MK[:, 1:] * drawn_MK[:, 1:] / loss.drafter.deeper_share], 1)
     total, correct_K, alpha_K = loss.sum(rows.weighted(weights_MK), drafts)
-    return Sums(total, rows.counts_MK.sum(0), correct_K, alpha_K, torch.zeros_like(total), torch.zeros_like(total))
+    return Sums(total, drawn_MK.sum(0), correct_K, alpha_K, torch.zeros_like(total), torch.zeros_like(total))
 
 
 def on_policy_loss(loss: FusedLoss, features: FeaturesWithCache, step_key: StepKey) -> Tensor:

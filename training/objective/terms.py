@@ -82,6 +82,17 @@ def soft_target(logits_CV: Tensor, vocabulary: Tensor | None) -> SoftTarget:
     return SoftTarget(p_CV, p_CV.sum(-1), _sum_p_log_p(p_CV), choice_C, target_C, has_target_C)
 
 
+def known_target(logits_CV: Tensor, norm_C: Tensor, choice_C: Tensor, vocabulary: Tensor) -> SoftTarget:
+    """Compute `soft_target` from the logits of the draft vocabulary alone, with the normaliser and the choice of all.
+
+    The normaliser may be that of states before they were rounded, so that the mass has to be kept from exceeding 1.
+    """
+    logits_CV = at_least_fp32(logits_CV)
+    mass_C = (logits_CV.logsumexp(-1) - norm_C).exp_().clamp_(max=1)
+    p_CV = logits_CV.softmax(-1).mul_(mass_C[:, None])
+    return SoftTarget(p_CV, mass_C, _sum_p_log_p(p_CV), choice_C, *in_vocabulary(choice_C, vocabulary))
+
+
 def in_vocabulary(tokens_C: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the indices of backbone tokens in the draft vocabulary (arbitrary if absent), and whether they are in it."""
     if vocabulary is None:

@@ -28,13 +28,14 @@ from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError, waiting
+from headstart.training.features.between_epochs import FeaturesBetweenEpochs
 from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import training_step
 from headstart.training.plan.gain import gain_of
 from headstart.training.plan.memory import MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.processes import StopSignal
-from headstart.training.setup import prepare
+from headstart.training.setup import Run, prepare
 
 STEPS = 4
 """Number of steps, the first a warm-up."""
@@ -66,8 +67,8 @@ def live_until_cached(recipe: Recipe) -> Recipe:
 
 @waiting("timing")
 def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, dict[str, Any] | str]]:
-    """Return the median seconds of a step of one of ``processes`` processes, without communication and evaluation, and by drafter what
-    `gain_of` finds, or why nothing decodes here.
+    """Return the seconds of a step of one of ``processes`` processes, in the mean over the epochs, without communication and evaluation,
+    and by drafter what `gain_of` finds, or why nothing decodes here.
 
     Raises UserError for recipes that training would reject.
     """
@@ -83,18 +84,26 @@ def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, 
         }
         run = prepare(recipe.model_copy(update=sections))
         try:
-            seconds = []
-            with StopSignal() as signal:
-                for step in range(1, STEPS + 1):
-                    start = time.perf_counter()
-                    training_step(run, step, signal)
-                    seconds.append(time.perf_counter() - start)
-                    if signal.received:
-                        raise KeyboardInterrupt
+            epochs = max(1.0, run.feed.steps * share / run.feed.rows)
+            first, later = _median(run), _median(run) if isinstance(run.source, FeaturesBetweenEpochs) else 0.0
+            seconds = (first + (epochs - 1) * (later or first)) / epochs
             gains = {name: _gain(trainer.drafter) for name, trainer in zip(recipe.per_drafter(), run.trainers, strict=True)}
         finally:
             run.log.close()
-    return statistics.median(seconds[1:]), gains
+    return seconds, gains
+
+
+def _median(run: Run) -> float:
+    """Return the median seconds of a run's first steps."""
+    seconds = []
+    with StopSignal() as signal:
+        for step in range(1, STEPS + 1):
+            start = time.perf_counter()
+            training_step(run, step, signal)
+            seconds.append(time.perf_counter() - start)
+            if signal.received:
+                raise KeyboardInterrupt
+    return statistics.median(seconds[1:])
 
 
 def _gain(drafter: Drafter) -> dict[str, Any] | str:

@@ -100,7 +100,8 @@ class FakeValues(TorchFunctionMode):
         if func is torch.Tensor.__bool__:
             return self.packed
         if func is torch.Tensor.nonzero:
-            indices = tuple(args[0].new_empty(self.label_tokens, dtype=torch.int64) for _ in args[0].shape)
+            count = min(self.label_tokens, args[0].numel())
+            indices = tuple(args[0].new_empty(count, dtype=torch.int64) for _ in args[0].shape)
             return indices if kwargs.get("as_tuple") else torch.stack(indices, -1)
         return func(*args, **kwargs)
 

@@ -190,16 +190,17 @@ class MemoryPlan:
             return LiveFeatures(backbone, taps).read(batch)
         states = {tap: torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype) for tap in taps} or None
         hidden_BTD = torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype)
-        return Features(tokens_BT, hidden_BTD, states, batch.loss_mask_BT, batch.document_BT)
+        norm_BT = torch.zeros(*tokens_BT.shape)
+        return Features(tokens_BT, hidden_BTD, states, batch.loss_mask_BT, batch.document_BT, norm_BT, torch.zeros_like(tokens_BT))
 
 
-def fake_anchors(drafter: Drafter, label_tokens: int) -> SampledAnchors | None:
+def fake_anchors(drafter: Drafter, share: float, label_tokens: int) -> SampledAnchors | None:
     """Return the average number of anchors of a step of this drafter; None if it drafts from all positions."""
-    if drafter.anchor_share == 1:
+    if share == 1:
         return None
-    zeros_M = torch.zeros(max(1, round(drafter.anchor_share * label_tokens)), dtype=torch.int64)
+    zeros_M = torch.zeros(max(1, round(share * label_tokens)), dtype=torch.int64)
     counts_MK = torch.ones(len(zeros_M), drafter.trained_depth, dtype=torch.bool)
-    return SampledAnchors(Anchors(zeros_M, zeros_M), drafter.anchor_share, zeros_M, zeros_M, zeros_M, counts_MK)
+    return SampledAnchors(Anchors(zeros_M, zeros_M), share, zeros_M, zeros_M, zeros_M, counts_MK)
 
 
 def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: MicroBatch, counter: MemoryCounter) -> Parts:
@@ -210,10 +211,14 @@ def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: Micro
     try:
         counter.part = "drafter activations"
         with nullcontext() if precision is None else torch.autocast("cpu", precision):
-            anchors = fake_anchors(drafter, size.label_tokens)
-            hidden = drafter(features, None if anchors is None else anchors.at)
+            anchors, deeper = (fake_anchors(drafter, share, size.label_tokens) for share in (drafter.anchor_share, drafter.deeper_share))
+            if deeper is None:
+                hidden = drafter(features, None if anchors is None else anchors.at)
+            else:
+                hidden = drafter.forward_deeper(features, deeper.at)
             counter.part = "objective"
-            total = objective(loss, replace(features, hidden_BTD=features.hidden_BTD.detach()), hidden, anchors).loss
+            targets, at = replace(features, hidden_BTD=features.hidden_BTD.detach()), None if deeper is None else deeper.at
+            total = objective(loss, targets, hidden, anchors, at).loss
         if recipe.backbone.lora is not None:
             original_BTD = features.hidden_BTD.detach().clone() if recipe.backbone.lora.kl_weight else None
             total = total + sum(lm_loss(drafter.backbone, features, recipe.objective.chunk_size, original_BTD))

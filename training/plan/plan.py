@@ -28,6 +28,7 @@ from headstart.training.data.data import check_data, load_data, require_vocabula
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS
+from headstart.training.features.between_epochs import bytes_kept
 from headstart.training.features.manifest import format_of
 from headstart.training.features.source import require_packable
 from headstart.training.plan.duration import (
@@ -112,7 +113,7 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[
             "fits": peak.peak <= machine.usable,
         },
         "fits": _fits(memory_plan, peak, size, machine, models.backbone.max_positions),
-        "disk": disk(recipe, models, samples),
+        "disk": disk(recipe, models, samples, machine),
         "tokens": _tokens(recipe, samples, machine.processes),
     }  # fmt: skip
     report["memory"]["advice"] = None if report["memory"]["fits"] else _advice(recipe, peak, report, machine)
@@ -207,7 +208,7 @@ def largest(peak_of: Callable[[int], int], at_none: int, start: int, limit: int,
     return max((n for n in peaks if peaks[n] <= limit), default=0)
 
 
-def disk(recipe: Recipe, models: FakeModels, splits: Splits | None) -> dict[str, Any]:
+def disk(recipe: Recipe, models: FakeModels, splits: Splits | None, machine: Machine) -> dict[str, Any]:
     """Return the bytes a run writes; None where they depend on unavailable data."""
     with models.fake_mode():
         heads = sum(bytes_of(list(drafter.tensors().values())) for drafter in models.drafters.values())
@@ -218,6 +219,8 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None) -> dict[str,
     if recipe.cache.dir is not None:
         form = format_of(recipe.cache, models.backbone, models.taps)
         sizes["features"] = None if splits is None else sum(form.size(len(sample.tokens)) for sample in splits.train)
+    elif splits is not None and recipe.features.endpoint is None and not machine.accelerator and machine.processes == 1:
+        sizes["between_epochs"] = bytes_kept(recipe, models.backbone, models.taps, _feed(recipe, splits, 1))
     if recipe.regenerate.out is not None:
         part = 1.0 if splits is None or recipe.regenerate.limit is None else min(1.0, recipe.regenerate.limit / splits.stats.rows)
         sizes["answers"] = None if splits is None else round(splits.stats.tokens * JSONL_BYTES_PER_TOKEN * part)
@@ -228,13 +231,17 @@ def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, 
     """Count samples, tokens and steps; None if the data are not available."""
     if splits is None:
         return dict.fromkeys(("samples", "tokens", "label_tokens", "rows", "training_tokens")) | {"steps": recipe.train.steps}
-    window = recipe.data.max_length if recipe.data.packing else None
-    feed, stats = BatchSampler(splits.train, recipe.train, recipe.seed, 0, processes, window, mix=splits.mix), splits.stats
+    feed, stats = _feed(recipe, splits, processes), splits.stats
     training_tokens = round(feed.steps * recipe.train.batch_size * stats.tokens / feed.rows)
     return {
         "samples": stats.samples, "tokens": stats.tokens, "label_tokens": stats.label_tokens, "rows": feed.rows, "steps": feed.steps,
         "training_tokens": training_tokens, "summary": str(stats),
     }  # fmt: skip
+
+
+def _feed(recipe: Recipe, splits: Splits, processes: int) -> BatchSampler:
+    window = recipe.data.max_length if recipe.data.packing else None
+    return BatchSampler(splits.train, recipe.train, recipe.seed, 0, processes, window, mix=splits.mix)
 
 
 def _chosen(recipe: Recipe, models: FakeModels, tokens: dict[str, Any]) -> dict[str, Any]:

@@ -74,8 +74,9 @@ def _data(report: dict[str, Any]) -> list[str]:
 def _disk(disk: dict[str, Any]) -> list[str]:
     states = f"states to resume from {gigabytes(disk['states'])} ({disk['kept']} kept, one being written)"
     parts = [f"heads {gigabytes(disk['heads'])}", states]
-    for name, what in (("features", "features (cache.dir)"), ("answers", "answers (regenerate.out), about")):
-        if name in disk:
+    named = {"features": "features (cache.dir)", "between_epochs": "features between epochs", "answers": "answers (regenerate.out), about"}
+    for name, what in named.items():
+        if disk.get(name, 0) != 0:
             parts.append(f"{what} {'not known without the data' if disk[name] is None else gigabytes(disk[name])}")
     return [f"disk      {', '.join(parts)}"]
 

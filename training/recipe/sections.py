@@ -234,5 +234,7 @@ class Cache(StrictModel):
     """Folder of cached features that training reads instead of running the backbone; null runs it at every step."""
     dtype: Literal["int8", "bf16", "exact"] = "int8"
     """Stored hidden states: 8 bits with scales per channel and token, bf16, or the backbone's own dtype."""
+    between_epochs: bool = True
+    """On a CPU, without ``dir``: keep the features of the first epoch for the next ones, in ``save.dir``, until the run ends."""
     shard_mb: PositiveInt = 256
     """Size of a file; a killed writer loses at most one."""

@@ -39,13 +39,17 @@ class TrainStep(nn.Module):
         self.drafter, self.settings, self.compiled = drafter, settings, compiled
 
     def forward(self, features: Features, step_key: StepKey) -> Sums:
-        """Draft from all positions, or from anchors sampled with ``step_key`` if the drafter's `anchor_share` is below 1."""
-        loss, drafter, anchors = FusedLoss(self.settings, self.drafter, self.compiled), self.drafter, None
-        if drafter.anchor_share < 1:
-            anchors = sample_anchors(features, drafter.trained_depth, drafter.anchor_share, step_key)
-        hidden = drafter(features, None if anchors is None else anchors.at)
+        """Draft from all positions, or from anchors sampled with ``step_key`` if the drafter's share is below 1."""
+        loss, drafter, anchors, deeper = FusedLoss(self.settings, self.drafter, self.compiled), self.drafter, None, None
+        if drafter.deeper_share < 1:
+            deeper = sample_anchors(features, drafter.trained_depth, drafter.deeper_share, step_key, first_depth=1).at.ascending()
+            hidden = drafter.forward_deeper(features, deeper)
+        else:
+            if drafter.anchor_share < 1:
+                anchors = sample_anchors(features, drafter.trained_depth, drafter.anchor_share, step_key)
+            hidden = drafter(features, None if anchors is None else anchors.at)
         targets = replace(features, hidden_BTD=features.hidden_BTD.detach())  # the teacher gets no gradients
-        sums = objective(loss, targets, hidden, anchors)
+        sums = objective(loss, targets, hidden, anchors, deeper)
         if not self.settings.on_policy:
             return sums
         assert isinstance(features, FeaturesWithCache)
