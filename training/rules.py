@@ -4,6 +4,7 @@ recipes/shared has the parts, each with its source; docs/recipe.md has the rules
 
     draft vocabulary   32,000 of more than 64,000 tokens: EAGLE-3's and SpecForge's size; on a CPU 8,192 of more than 16,384
     depth on a CPU     4 of EAGLE-3's 7: with 8,192 tokens a step of SmolLM2-135M takes a fifth of the time (docs/train.md)
+    share on a CPU     depths after the first at half of the positions: two thirds of a step's time (docs/train.md)
     block              5 layers (3, 5 and 8 were compared in 2602.06036), or 2 of models as wide as 8,192, so that they fit
     length             2,048 as EAGLE-3 and SpecForge; 4,096 for models that write their thoughts, whose answers are longer
     learning rate      as published at a width of 4,096 or more, below in inverse proportion to the width (2203.03466), and below 1,024
@@ -53,8 +54,8 @@ HELD: int = Data.model_fields["eval_rows"].default
 """Rows of the user's own that are held out where there are plenty."""
 SHARED = "recipes/shared"
 DRAFT_VOCAB = 32_000
-CPU_KINDS, CPU_VOCABULARY, CPU_DEPTH = ("eagle", "eagle3"), 8192, 4
-"""On a CPU, heads that pass through one layer for each depth draft of fewer tokens and depths."""
+CPU_KINDS, CPU_VOCABULARY, CPU_DEPTH, CPU_SHARE = ("eagle", "eagle3"), 8192, 4, 0.5
+"""On a CPU, heads that pass through one layer for each depth draft of fewer tokens and depths, which are trained at fewer positions."""
 BATCH_TOKENS = 32_768
 RATE_WIDTH, AUTO_WIDTH = 4096, 1024
 WIDE = 8192
@@ -171,6 +172,7 @@ def _drafter(facts: ModelFacts, method: str, machine: Machine) -> Tree:
         values[VOCABULARY_KEY] = DRAFT_VOCAB
     if not machine.accelerator and kind in CPU_KINDS:
         values |= {"depth": CPU_DEPTH} if shared(method)["drafter"]["depth"] > CPU_DEPTH else {}
+        values |= {"deeper_share": CPU_SHARE} if kind == "eagle3" else {}
         values |= {VOCABULARY_KEY: CPU_VOCABULARY} if facts.vocab > 2 * CPU_VOCABULARY else {}
     return values
 
