@@ -86,10 +86,6 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     train = recipe.train.model_copy(update={"micro_batch": None, "lr": 1e-4, "optimizer": recipe.train.chosen_optimizer})
     feed, module = BatchSampler(samples, train, recipe.seed), TrainStep(drafter, recipe.objective)
     optimizer = build_optimizer(drafter, train)
-        BatchSampler(samples, train, recipe.seed),
-        TrainStep(drafter, recipe.objective),
-        build_optimizer(drafter, train),
-    )
     with tempfile.TemporaryDirectory() as folder:
         live = LiveFeatures(backbone, drafter.taps)
         kept = FeaturesBetweenEpochs(backbone, format_of(recipe.cache, backbone, drafter.taps), drafter.taps, Path(folder))

@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, capsys: pytest.
     assert main([str(recipe)]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "at step 2" in errors[0] and "lower train.lr" in errors[0] and "step-00000001" in errors[0]
-    assert [folder.name for folder in (tmp_path / "out" / "state").iterdir()] == ["step-00000001"]
+    assert [folder.name for folder in (tmp_path / "out" / "state").glob("step-*")] == ["step-00000001"]
     load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
 
 
