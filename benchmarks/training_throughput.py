@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from program import options, run
@@ -30,7 +29,6 @@ from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import count_labels, load_data, most_frequent
 from headstart.training.data.packing import Batch
 from headstart.training.features.between_epochs import FeaturesBetweenEpochs
-from headstart.training.features.manifest import format_of
 from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.objective.anchors import StepKey
 from headstart.training.objective.loss_rows import count_label_tokens
@@ -88,7 +86,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     optimizer = build_optimizer(drafter, train)
     with tempfile.TemporaryDirectory() as folder:
         live = LiveFeatures(backbone, drafter.taps)
-        kept = FeaturesBetweenEpochs(backbone, format_of(recipe.cache, backbone, drafter.taps), drafter.taps, Path(folder))
+        here = recipe.model_copy(update={"save": recipe.save.model_copy(update={"dir": folder})})
+        kept = FeaturesBetweenEpochs(live, here, drafter.vocabulary is not None, store=True)
         named = {"first epoch": live, "later epochs": kept}
         ways = {(name, share): Way(share, source) for name, source in named.items() for share in (1.0, args.share)}
         tokens = []

@@ -111,7 +111,8 @@ def prepare(recipe: Recipe) -> Run:
         choose_vocabularies(drafters, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
     started += fit_starts([drafters[name] for name in drafters if state is None and name not in starts], splits.train, source, accelerator)
-    source, kept = keep_between_epochs(recipe, with_cache(recipe, source), feed, accelerator.num_processes)
+    source = with_cache(recipe, source)
+    source, kept = keep_between_epochs(recipe, source, drafters.values(), feed, accelerator.num_processes)
     step_tokens = recipe.train.batch_size * splits.stats.tokens / feed.rows
     trainers = [_trainer(name, one, drafters[name], source, state, (step_tokens, feed.steps)) for name, one in recipe.per_drafter().items()]
     for trainer in trainers:

@@ -41,7 +41,7 @@ FAULTS = (
           "return torch.where(slots_S < sink, slots_S, positions_BS)", "return positions_BS", "heads/test_cached_layer.py"),
     # the objective, data, the run
     Fault("the teacher is a token late", "training/objective/loss_rows.py",
-          "LossRows(features.hidden_BTD[row_M, j_M][", "LossRows(features.hidden_BTD[row_M, j_M + 1][", "training/test_objective.py"),
+          "LossRows(features.hidden_BTD[at]", "LossRows(features.hidden_BTD[at[0], at[1] + 1]", "training/test_objective.py"),
     Fault("the loss mask is a token late", "training/objective/loss_rows.py",
           "(document_BT >= 0))[:, 1:]", "(document_BT >= 0))[:, :-1]", "training/test_objective.py"),
     Fault("micro-batches divide by the first one's labels", "training/loop.py",

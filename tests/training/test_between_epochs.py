@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaModel
 
 from headstart.cli.train import main
-from headstart.training.features.between_epochs import keep_between_epochs
+from headstart.training.features.between_epochs import FeaturesBetweenEpochs, keep_between_epochs
 from headstart.training.features.source import LiveFeatures
 from headstart.training.recipe.recipe import load_recipe
 
@@ -77,6 +77,7 @@ def test_a_resumed_run_reads_what_was_kept(recipe: str, tmp_path: Path, passes: 
 def test_features_that_do_not_fit_on_the_disk_are_computed_again(recipe: str) -> None:
     source = LiveFeatures(families.backbone("llama"), (1,))
     feed = SimpleNamespace(steps=20, rows=40, samples=[SimpleNamespace(tokens=range(10**13))])
-    found, line = keep_between_epochs(load_recipe(recipe), source, feed, 1)  # type: ignore[arg-type]
-    assert found is source and line is not None and line.startswith("computed in each epoch: to keep them takes ")
-    assert keep_between_epochs(load_recipe(recipe), source, feed, 2) == (source, None)  # type: ignore[arg-type]
+    found, line = keep_between_epochs(load_recipe(recipe), source, [], feed, 1)  # type: ignore[arg-type]
+    assert isinstance(found, FeaturesBetweenEpochs) and not found.store
+    assert line is not None and line.startswith("computed in each epoch: to keep them takes ")
+    assert keep_between_epochs(load_recipe(recipe), source, [], feed, 2) == (source, None)  # type: ignore[arg-type]

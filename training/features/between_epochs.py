@@ -1,7 +1,7 @@
 """Features that a run on a CPU computes in its first epoch and reads from disk in the next ones: there the backbone's forward pass takes
 most of a step.
 
-They are computed of each sample alone and stored as in a feature cache, beside the run's checkpoints, and deleted at the run's end. A run
+They are computed of each sample alone and rounded as in a feature cache, stored beside the run's checkpoints, and deleted at its end. A run
 that is resumed after that computes the same again.
 
 Shape suffixes: B batch, T positions.
@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.support.files import value_hash
 from headstart.support.text import gigabytes
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.packing import Batch
-from headstart.training.features.codec import CacheFormat, Record, concatenate, with_teacher
+from headstart.training.features.codec import Record, concatenate, with_teacher
 from headstart.training.features.manifest import FORMAT, format_of, save_tensors
 from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.features.writer import SPARE_BYTES, free_bytes
@@ -34,49 +36,66 @@ FOLDER = Path("state", "features")
 class FeaturesBetweenEpochs(LiveFeatures):
     """Runs the backbone on samples that it has not read yet."""
 
-    def __init__(self, backbone: Backbone, form: CacheFormat, taps: tuple[int, ...], folder: Path) -> None:
-        super().__init__(backbone, taps)
-        depends = [FORMAT, backbone.contract(), backbone.adapter_digest, form.taps, form.dtype]
-        self.form, self.root, self.folder = form, folder, folder / value_hash(depends)[:16]
+    def __init__(self, source: LiveFeatures, recipe: Recipe, restricted: bool, store: bool) -> None:
+        """``restricted``: a drafter has a draft vocabulary. Without ``store`` nothing is kept, and the values are the same."""
+        backbone = source.backbone
+        super().__init__(backbone, source.taps)
+        self.form, self.restricted, self.store = format_of(recipe.cache, backbone, source.taps), restricted, store
+        depends = [FORMAT, backbone.contract(), backbone.adapter_digest, self.form.taps, self.form.dtype, restricted]
+        self.root = Path(recipe.save.dir) / FOLDER
+        self.folder = self.root / value_hash(depends)[:16]
 
     def read(self, batch: Batch) -> Features:
         lengths = (batch.document_BT >= 0).sum(1).tolist()
         return self.form.decode(concatenate([self._record(batch, row, length) for row, length in enumerate(lengths)]), batch, self.taps)
 
     def _record(self, batch: Batch, row: int, length: int) -> Record:
-        tokens_1T, *others = (part[row : row + 1, :length] for part in (batch.tokens_BT, batch.loss_mask_BT, batch.document_BT))
-        digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in (tokens_1T, others[0]))).hexdigest()  # with its labels
+        tokens_1T, labels_1T, document_1T = (x[row : row + 1, :length] for x in (batch.tokens_BT, batch.loss_mask_BT, batch.document_BT))
+        digest = hashlib.sha256(tokens_1T.numpy().tobytes() + labels_1T.numpy().tobytes()).hexdigest()
         path = self.folder / f"{digest[:32]}.safetensors"
-        if path.exists():
+        if self.store and path.exists():
             return load_file(path)
-        alone = super().read(Batch(tokens_1T, *others, (batch.members[row],)))
-        record = self.form.encode(with_teacher(alone, self.backbone))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(record, path, {})
+        alone = super().read(Batch(tokens_1T, labels_1T, document_1T, (batch.members[row],)))
+        record = self.form.encode(with_teacher(alone, self.backbone) if self.restricted else alone)
+        if self.store:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_tensors(record, path, {})
         return record
 
     def discard(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def keep_between_epochs(recipe: Recipe, source: FeatureSource, feed: BatchSampler, processes: int) -> tuple[FeatureSource, str | None]:
-    """Return the source that a run reads from, and a line about what it keeps, if anything."""
-    if type(source) is not LiveFeatures or source.backbone.device.type != "cpu" or processes > 1:
+def keep_between_epochs(
+    recipe: Recipe, source: FeatureSource, drafters: Iterable[Drafter], feed: BatchSampler, processes: int
+) -> tuple[FeatureSource, str | None]:
+    """Return the source that a run reads from, and a line about what it keeps, if anything.
+
+    Runs that have no later epoch yet read rounded features too, so that they can be made longer.
+    """
+    keeps = type(source) is LiveFeatures and source.backbone.device.type == "cpu" and processes == 1 and may_keep(recipe)
+    if not keeps:
         return source, None
-    if not (size := bytes_kept(recipe, source.backbone, source.taps, feed)):
-        return source, None
-    folder = Path(recipe.save.dir) / FOLDER
-    if (free := free_bytes(folder)) < size + SPARE_BYTES:
-        return source, f"computed in each epoch: to keep them takes {gigabytes(size)} in {folder}, which has {gigabytes(free)}"
-    kept = FeaturesBetweenEpochs(source.backbone, format_of(recipe.cache, source.backbone, source.taps), source.taps, folder)
-    return kept, f"of the first epoch are kept for the next ones: {gigabytes(size)} in {folder}, deleted at the end"
+    assert isinstance(source, LiveFeatures)
+    restricted, folder = any(drafter.vocabulary is not None for drafter in drafters), Path(recipe.save.dir) / FOLDER
+    size, free = bytes_kept(recipe, source.backbone, source.taps, feed), free_bytes(folder)
+    store = 0 < size < free - SPARE_BYTES
+    line = f"of the first epoch are kept for the next ones: {gigabytes(size)} in {folder}, deleted at the end"
+    if size and not store:
+        line = f"computed in each epoch: to keep them takes {gigabytes(size)} in {folder}, which has {gigabytes(free)}"
+    return FeaturesBetweenEpochs(source, recipe, restricted, store), line if size else None
+
+
+def may_keep(recipe: Recipe) -> bool:
+    """Whether a run on a CPU whose backbone is frozen reads single samples, whose features may be kept."""
+    on_policy = any(one.objective.on_policy for one in recipe.per_drafter().values())
+    live = recipe.cache.dir is None and recipe.features.endpoint is None
+    return recipe.cache.between_epochs and live and recipe.backbone.lora is None and not (on_policy or recipe.data.packing)
 
 
 def bytes_kept(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...], feed: BatchSampler) -> int:
-    """Return the bytes of features that one process on a CPU keeps for later epochs; 0 if it has none, or keeps none."""
-    changing = backbone.trainable or any(one.objective.on_policy for one in recipe.per_drafter().values())
-    again = feed.steps * recipe.train.batch_size > feed.rows
-    if not (again and recipe.cache.between_epochs) or changing or recipe.data.packing:
+    """Return the bytes of features that such a run keeps; 0 if it has no later epoch."""
+    if feed.steps * recipe.train.batch_size <= feed.rows:
         return 0
     form = format_of(recipe.cache, backbone, taps)
     return sum(form.size(len(sample.tokens)) for sample in feed.samples)

@@ -85,8 +85,9 @@ def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, 
         run = prepare(recipe.model_copy(update=sections))
         try:
             epochs = max(1.0, run.feed.steps * share / run.feed.rows)
-            first, later = _median(run), _median(run) if isinstance(run.source, FeaturesBetweenEpochs) else 0.0
-            seconds = (first + (epochs - 1) * (later or first)) / epochs
+            first = _median(run)
+            later = _median(run) if isinstance(run.source, FeaturesBetweenEpochs) and epochs > 1 else first  # the same steps, read
+            seconds = (first + (epochs - 1) * later) / epochs
             gains = {name: _gain(trainer.drafter) for name, trainer in zip(recipe.per_drafter(), run.trainers, strict=True)}
         finally:
             run.log.close()

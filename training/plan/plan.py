@@ -28,7 +28,7 @@ from headstart.training.data.data import check_data, load_data, require_vocabula
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS
-from headstart.training.features.between_epochs import bytes_kept
+from headstart.training.features.between_epochs import bytes_kept, may_keep
 from headstart.training.features.manifest import format_of
 from headstart.training.features.source import require_packable
 from headstart.training.plan.duration import (
@@ -219,7 +219,7 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None, machine: Mac
     if recipe.cache.dir is not None:
         form = format_of(recipe.cache, models.backbone, models.taps)
         sizes["features"] = None if splits is None else sum(form.size(len(sample.tokens)) for sample in splits.train)
-    elif splits is not None and recipe.features.endpoint is None and not machine.accelerator and machine.processes == 1:
+    elif splits is not None and not machine.accelerator and machine.processes == 1 and may_keep(recipe):
         sizes["between_epochs"] = bytes_kept(recipe, models.backbone, models.taps, _feed(recipe, splits, 1))
     if recipe.regenerate.out is not None:
         part = 1.0 if splits is None or recipe.regenerate.limit is None else min(1.0, recipe.regenerate.limit / splits.stats.rows)
