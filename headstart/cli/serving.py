@@ -131,7 +131,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         help="the heads that were exported (default: those that DIR records or is; their drafts are stored in it)",
     )  # fmt: skip
     parser.add_argument(
-        "--engine", choices=("reference", "vllm", "transformers"), default="reference",
+        "--engine", choices=("reference", "vllm"), default="reference",
         help="an engine whose drafts to compare too (reference, the default: none; the files are read back, and the backbone does not run)",
     )  # fmt: skip
     about = "prompts for an engine, as for bench (default: some texts)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,15 @@ import pytest
 import torch
 from engines_alone import headstart_drafts
 from families import prompts, random_drafter, tiny
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from plain.drafts import judged
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
 from headstart.inference.generate import load
 from headstart.serving.export import Request, export
-from headstart.serving.verify.drafts import EngineSettings
-from headstart.serving.verify.transformers import draft
-from headstart.support.errors import UserError
+from headstart.serving.verify.drafts import EngineSettings, Transcript
 
 VOCAB = 5
 """So few tokens that random heads are right now and then."""
@@ -47,6 +44,45 @@ def exported(heads: Path, to: str, out: Path) -> Path:
     return out
 
 
+class Recording:
+    """A candidate generator that keeps its drafts: from the root on, since the pass over the prompt verifies none."""
+
+    def __init__(self, model: PreTrainedModel, prompt: int, depth: int) -> None:
+        self.made, self.prompt, self.depth = model._get_candidate_generator, prompt, depth
+        self.drafted: list[tuple[int, tuple[int, ...]]] = []
+
+    def __call__(self, **arguments: Any) -> Any:
+        self.generator = self.made(**arguments)
+        self.own, self.generator.get_candidates = self.generator.get_candidates, self.get_candidates
+        return self.generator
+
+    def get_candidates(self, input_ids: Tensor, **outputs: Any) -> tuple[Tensor, None]:
+        T = input_ids.shape[1]
+        candidates_1T = self.own(input_ids, **outputs)[0][:, : T + (self.depth if T > self.prompt else 0)]
+        if candidates_1T.shape[1] > T:
+            self.drafted.append((T, tuple(candidates_1T[0, T:].tolist())))
+        return candidates_1T, None
+
+
+def drafted_by_transformers(folder: Path, backbone: Path, prompt: list[int], settings: EngineSettings) -> Transcript:
+    """Its own assisted decoding, past the end of the text by the length of a draft, so that the last rounds are whole."""
+    model = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32)
+    model.generation_config = GenerationConfig(do_sample=False)
+    if json.loads((folder / "config.json").read_text())["model_type"] == "qwen3":
+        assistant, options = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), {}
+        lengths = {"num_assistant_tokens": settings.depth, "num_assistant_tokens_schedule": "constant"}
+        assistant.generation_config = GenerationConfig(do_sample=False, assistant_confidence_threshold=0.0, **lengths)
+    else:
+        assistant, options = AutoModel.from_pretrained(folder, dtype=torch.float32), {"speculation_type": "dflash"}
+    ids_1T, recording = torch.tensor([prompt]), Recording(model, len(prompt), settings.depth)
+    model._get_candidate_generator = recording
+    options |= {"attention_mask": torch.ones_like(ids_1T), "max_new_tokens": settings.new_tokens + settings.depth}
+    text = model.generate(ids_1T, assistant_model=assistant, **options)[0].tolist()
+    written = settings.ended(text[len(prompt) :])
+    rounds = [judged(at, drafts, text) for at, drafts in recording.drafted if at < len(prompt) + len(written)]
+    return Transcript(tuple(prompt), tuple(written), tuple(rounds))
+
+
 @pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize(("kind", "to", "arguments"), [("block", "dflash-hf", BLOCK), ("draft_model", "draft-model", {"layers": 2})])
 def test_it_drafts_what_headstart_drafts(model_folder: Path, tmp_path: Path, kind: str, to: str, arguments: dict[str, Any]) -> None:
@@ -56,7 +92,8 @@ def test_it_drafts_what_headstart_drafts(model_folder: Path, tmp_path: Path, kin
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     for depth, ends in ((4, ()), (2, (3,))):
         settings = EngineSettings(depth, 16, ends)
-        ours, theirs = headstart_drafts(heads, PROMPTS, settings), draft(folder, str(model_folder), PROMPTS, settings)
+        ours = headstart_drafts(heads, PROMPTS, settings)
+        theirs = [drafted_by_transformers(folder, model_folder, prompt, settings) for prompt in PROMPTS]
         assert theirs == ours and sum(one.kept for transcript in theirs for one in transcript.rounds) > 0
         for transcript, prompt in zip(theirs, PROMPTS, strict=True):
             ids, end = torch.tensor([prompt]), list(ends) or None
@@ -83,47 +120,3 @@ def test_the_documented_examples_run(tmp_path: Path) -> None:
     assert torch.equal(scope["text"], model.generate(**scope["inputs"], max_new_tokens=12))
     alone = model.generate(**one, max_new_tokens=12)
     assert all(torch.equal(scope[name], alone) for name in ("dflash", "drafted"))
-
-
-def test_the_command_on_a_backbone_without_a_tokenizer(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It verifies on texts that the backbone wrote; AutoTokenizer gives an empty tokenizer for this folder."""
-    folder = saved(model_folder, "draft_model", tmp_path / "heads", layers=1)
-    command = ["verify", str(folder), "--engine", "transformers", "--depth", "2", "--max-new-tokens", "6", "--threads", "1"]
-    assert main(command) == 0 and capsys.readouterr().out.startswith("EQUAL")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
-    assert main([*command, "--prompts", str(tmp_path / "prompts.jsonl")]) == 2
-    assert "no tokenizer" in capsys.readouterr().err
-
-
-def refused(folder: Path, backbone: Path, depth: int = 3) -> str:
-    with pytest.raises(UserError) as caught:
-        draft(folder, str(backbone), PROMPTS, EngineSettings(depth, 4))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_what_it_does_not_read_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    for kind, arguments in (("eagle3", {}), ("medusa", {}), ("block", BLOCK), ("draft_model", {"layers": 1, "parallel": True, "depth": 3})):
-        heads = saved(model_folder, kind, tmp_path / kind, **arguments)
-        assert "use --engine reference or vllm" in refused(heads, model_folder)
-    folder = exported(tmp_path / "block", "dflash-hf", tmp_path / "out")
-    assert "use at most 4" in refused(folder, model_folder, depth=5)
-    weights = load_file(folder / "model.safetensors")
-    renamed = {name.replace("encoder.fc", "fc"): tensor for name, tensor in weights.items()}
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "1 missing tensors" in (fault := refused(folder, model_folder)) and "encoder.fc.weight" in fault
-    save_file(weights | {"encoder.fc.weight": torch.zeros(3, 3)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "1 mismatched tensors" in (fault := refused(folder, model_folder)) and "encoder.fc.weight" in fault
-    (folder / "model.safetensors").write_bytes(b"half")
-    assert "does not load" in refused(folder, model_folder)
-    (folder / "config.json").write_text("{")
-    assert "config.json is damaged (not valid JSON" in refused(folder, model_folder)
-    shutil.rmtree(folder)
-    assert "config.json: there is no such file" in refused(folder, model_folder)
-    causal = saved(model_folder, "block", tmp_path / "causal", **BLOCK, causal=True)
-    with pytest.raises(UserError, match="causal inside a block"):
-        exported(causal, "dflash-hf", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    tiny("llama", vocab_size=9, num_hidden_layers=1).save_pretrained(tmp_path / "other")
-    assert "another vocabulary" in refused(tmp_path / "other", model_folder)
-    assert json.loads((tmp_path / "block" / "config.json").read_text())["model_type"] == "qwen3"

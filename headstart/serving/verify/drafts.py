@@ -83,12 +83,6 @@ class EngineSettings:
         return written[: ends[0] + 1] if ends else written
 
 
-def judged(position: int, drafts: Sequence[int], text: Sequence[int]) -> Round:
-    """Return the round of drafts after so many tokens of a text."""
-    hits = [drafted == true for drafted, true in zip(drafts, text[position:], strict=False)]
-    return Round(position, tuple(drafts), hits.index(False) if False in hits else len(hits))
-
-
 Engine = Callable[[Path, str, list[list[int]], EngineSettings], list[Transcript]]
 """Decodes prompts with the heads in a folder on a model (a folder or hub id): one transcript per prompt, with a round for each draft.
 

@@ -13,11 +13,17 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter
 from headstart.serving.reference import TOLERANCE, are_picks, draft_logits
-from headstart.serving.verify.drafts import EngineSettings, Transcript, judged
+from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
 from plain.base import Reading, Target, Text
 
 TEXTS, ROUNDS = 2, 4
 """How much of the transcripts is enough to tell readings apart."""
+
+
+def judged(position: int, drafts: Sequence[int], text: Sequence[int]) -> Round:
+    """Return the round of drafts after so many tokens of a text."""
+    hits = [drafted == true for drafted, true in zip(drafts, text[position:], strict=False)]
+    return Round(position, tuple(drafts), hits.index(False) if False in hits else len(hits))
 
 
 def reference_drafts(reading: Reading, target: Target, prompts: Sequence[Sequence[int]], settings: EngineSettings) -> list[Transcript]:
