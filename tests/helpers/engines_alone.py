@@ -12,7 +12,7 @@ from plain.drafts import reference_drafts
 from plain.folders import read_heads
 from transformers import LogitsProcessorList
 
-from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import TreeShape
@@ -20,6 +20,8 @@ from headstart.inference.generate import SpeculativeModel, load
 from headstart.serving.layouts.files import read_files
 from headstart.serving.verify import verify as verification
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
+
+PROMPTS = ([5, 9, 33, 12, 7], [1, 2, 3, 4, 50, 60, 7])
 
 
 @torch.no_grad()
@@ -52,6 +54,15 @@ def reference(folder: Path, backbone: str, prompts: list[list[int]], settings: E
     """See `Engine`: heads as the readers of `layouts` read them."""
     on = load_backbone(backbone, dtype="fp32", device="cpu")
     return reference_drafts(read_heads(read_files(folder), on), Target(on.model), prompts, settings)
+
+
+def plain_reader_agrees(folder: Path, heads: str, backbone: Backbone) -> bool:
+    """True if the files of a folder, by the plain reader, draft what the trained heads draft."""
+    trained = load(heads, backbone, capture="off")
+    assert trained.drafter is not None
+    settings, reading = EngineSettings(trained.drafter.depth, 6), read_heads(read_files(folder), backbone)
+    found = reference_drafts(reading, Target(backbone.model), PROMPTS, settings)
+    return not reading.faults and found == headstart_drafts(trained, PROMPTS, settings)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, engine: Callable[..., list[Transcript]]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from architectures import Architecture
+from engines_alone import plain_reader_agrees
 from families import Scripted, left_padded, prompts, random_drafter, read, say, texts, unpadded
-from plain.diagnose import diagnose
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
 from test_contract import CLOSE
@@ -171,7 +171,7 @@ def exports(of: Subject) -> None:
     export(Request(str(of.run), "vllm", folder))
     verdict = verify(Check(folder, of.saved, str(of.run), "reference", [[5, 9, 33, 12, 7]], 5))
     assert verdict.equal, list(verdict.lines())
-    assert diagnose(folder, str(of.run), of.saved) is None
+    assert plain_reader_agrees(folder, str(of.run), of.saved)
 
 
 CHECKS: dict[str, Callable[[Subject], None]] = {

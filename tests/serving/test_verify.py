@@ -14,7 +14,6 @@ import torch
 from engines_alone import stand_in
 from families import VOCAB, random_drafter, tiny
 from plain.base import Target
-from plain.diagnose import diagnose
 from plain.drafts import reference_drafts
 from plain.folders import read_heads
 from safetensors.torch import load_file, save_file
@@ -129,42 +128,40 @@ def gone(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 NORMS = swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight")
 LATER_NORMS = swap("midlayer.post_attention_layernorm.weight", "norm.weight")
-DAMAGES: list[tuple[str, Damage, str, str]] = [
-    ("eagle3", shift_ids, "taps is", "shifted layer ids: the folder reads the backbone after layers [0, 2, 4], the heads fit [1, 3, 5]"),
-    ("eagle3", shift_one_key, "layer ids disagree", ""),
-    ("block", shift_block_ids, "taps is", "shifted layer ids: the folder reads the backbone after layers"),
-    ("eagle3", lambda _, tensors: tensors.pop("d2t"), "d2t is missing", "d2t is missing"),
-    ("eagle3", lambda _, tensors: tensors["d2t"].zero_(), "d2t and t2d disagree", "t2d is"),
-    ("eagle3", lambda _, to: to["d2t"].add_(torch.arange(23)), "d2t holds tokens instead of offsets", "d2t holds token ids (cumulative)"),
-    ("eagle3", other_tokens, "tensor d2t is not as in the original heads", "d2t"),
-    ("eagle3", other_vocabulary, "vocabulary 50; ", ""),
-    ("eagle3", NORMS, "tensor midlayer.input_layernorm.weight is not as in", "swapped norms"),
-    ("eagle3", LATER_NORMS, "norm.weight is not as in", "swapped norms"),
-    ("eagle3", turn_fc, "tensor fc.weight is [96, 32]", "transposed: fc.weight"),
-    ("eagle", turn_fc, "tensor fc.weight is [64, 32]", "transposed: fc.weight"),
-    ("eagle3", turn_square, "o_proj.weight is not as in the original heads", "transposed: layers.0.self_attn.o_proj.weight"),
-    ("eagle3", reorder_fc, "tensor fc.weight is not as in the original heads", "fc.weight takes its parts in the order [2, 1, 0]"),
-    ("eagle3", other_rope, "config: layer is", "rope of another base"),
-    ("block", other_rope, "config: layer is", "rope of another base"),
-    ("eagle3", lambda config, _: config.update(rope_theta=500000.0), "states two bases, 10000 and 500000", ""),
-    ("eagle3", lambda _, of: of.pop("midlayer.hidden_norm.weight"), "lacks the tensor midlayer.hidden_norm.weight", "hidden_norm.weight"),
-    ("eagle3", spoil, "leaves weight norm.weight of Eagle3 not a number", "norm.weight"),
-    ("eagle3", pre_norm, "config: norm_output is False, of the original heads True", "config: norm_output is false, the heads fit true"),
-    ("eagle3", gone, "tensor lm_head.weight is not as in the original heads", "lm_head.weight"),
+DAMAGES: list[tuple[str, Damage, str]] = [
+    ("eagle3", shift_ids, "taps is"),
+    ("eagle3", shift_one_key, "layer ids disagree"),
+    ("block", shift_block_ids, "taps is"),
+    ("eagle3", lambda _, tensors: tensors.pop("d2t"), "d2t is missing"),
+    ("eagle3", lambda _, tensors: tensors["d2t"].zero_(), "d2t and t2d disagree"),
+    ("eagle3", lambda _, to: to["d2t"].add_(torch.arange(23)), "d2t holds tokens instead of offsets"),
+    ("eagle3", other_tokens, "tensor d2t is not as in the original heads"),
+    ("eagle3", other_vocabulary, "vocabulary 50; "),
+    ("eagle3", NORMS, "tensor midlayer.input_layernorm.weight is not as in"),
+    ("eagle3", LATER_NORMS, "norm.weight is not as in"),
+    ("eagle3", turn_fc, "tensor fc.weight is [96, 32]"),
+    ("eagle", turn_fc, "tensor fc.weight is [64, 32]"),
+    ("eagle3", turn_square, "o_proj.weight is not as in the original heads"),
+    ("eagle3", reorder_fc, "tensor fc.weight is not as in the original heads"),
+    ("eagle3", other_rope, "config: layer is"),
+    ("block", other_rope, "config: layer is"),
+    ("eagle3", lambda config, _: config.update(rope_theta=500000.0), "states two bases, 10000 and 500000"),
+    ("eagle3", lambda _, of: of.pop("midlayer.hidden_norm.weight"), "lacks the tensor midlayer.hidden_norm.weight"),
+    ("eagle3", spoil, "leaves weight norm.weight of Eagle3 not a number"),
+    ("eagle3", pre_norm, "config: norm_output is False, of the original heads True"),
+    ("eagle3", gone, "tensor lm_head.weight is not as in the original heads"),
 ]
-"""Kind, damage, what `headstart verify` says of it, and what the diagnosis by trying other readings does ("": nothing to find)."""
+"""Kind, damage, and what `headstart verify` says of it."""
 
 
 @pytest.mark.matrix(cells=8)
-@pytest.mark.parametrize("kind,damage,cause,found", DAMAGES, ids=[f"{kind}-{cause[:20]}" for kind, _, cause, _ in DAMAGES])
-def test_damage_is_named(house: Path, backbone: Backbone, tmp_path: Path, kind: str, damage: Damage, cause: str, found: str) -> None:
+@pytest.mark.parametrize("kind,damage,cause", DAMAGES, ids=[f"{kind}-{cause[:20]}" for kind, _, cause in DAMAGES])
+def test_damage_is_named(house: Path, backbone: Backbone, tmp_path: Path, kind: str, damage: Damage, cause: str) -> None:
     folder = copied(house / kind, tmp_path / "export", damage)
     verdict = verdict_of(folder, backbone, house / kind)
     text = "\n".join(verdict.lines())
     assert not verdict.equal and text.startswith("DIFFERENT")
     assert verdict.cause is not None and cause in verdict.cause, text
-    if found:
-        assert found in (diagnose(folder, str(house / kind), backbone) or "")
 
 
 @pytest.mark.parametrize("damage", [shift_ids, other_rope, NORMS, gone])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import served
+from engines_alone import plain_reader_agrees
 from families import SIZES, build, random_drafter, tiny
 from plain.base import Target
-from plain.diagnose import diagnose
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
@@ -48,7 +48,7 @@ def test_exports_are_equal(backbone: Backbone, tmp_path: Path, kind: str, argume
             verdict = verify(Check(folder, backbone, None if stored else str(heads), "reference", [], 5, stored=stored))
             assert verdict.equal, list(verdict.lines())
             assert verdict.reference is not None and verdict.reference.drafts > 2
-        assert diagnose(folder, str(heads), backbone) is None  # by the plain reader too
+        assert plain_reader_agrees(folder, str(heads), backbone)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
@@ -60,7 +60,7 @@ def test_the_output_layer_of_a_backbone_may_have_a_bias(tmp_path: Path, kind: st
     random_drafter(kind, backbone, depth=3).save_pretrained(tmp_path / "heads")
     export(Request(str(tmp_path / "heads"), kind, tmp_path / "out"))
     verdict = verify(Check(tmp_path / "out", backbone, str(tmp_path / "heads"), "reference", [], 5))
-    assert verdict.equal and diagnose(tmp_path / "out", str(tmp_path / "heads"), backbone) is None, list(verdict.lines())
+    assert verdict.equal and plain_reader_agrees(tmp_path / "out", str(tmp_path / "heads"), backbone), list(verdict.lines())
 
 
 @torch.no_grad()

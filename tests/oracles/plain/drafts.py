@@ -1,23 +1,19 @@
-"""What the plain reading of heads drafts along a text, and how far a reading gives the drafts that are expected.
+"""What the plain reading of heads drafts along a text.
 
 Shape suffixes: K depth, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.serving.reference import TOLERANCE, are_picks, draft_logits
+from headstart.serving.reference import draft_logits
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
-from plain.base import Reading, Target, Text
-
-TEXTS, ROUNDS = 2, 4
-"""How much of the transcripts is enough to tell readings apart."""
+from plain.base import Reading, Target
 
 
 def judged(position: int, drafts: Sequence[int], text: Sequence[int]) -> Round:
@@ -45,77 +41,6 @@ def _transcript(reading: Reading, target: Target, prompt: list[int], settings: E
         rounds.append(judged(position, reader.draft(position, settings.depth), text))
         position += rounds[-1].kept + 1
     return Transcript(tuple(prompt), tuple(written), tuple(rounds))
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How far a reading gives what is expected."""
-
-    share: float
-    """Share of the expected tokens that it drafts."""
-    drafted: int
-    """How many were expected."""
-    distance: float | None = None
-    """Largest difference of logits, relative to the largest one; None: no logits are known."""
-
-    @property
-    def whole(self) -> bool:
-        return self.share == 1 and (self.distance is None or self.distance <= TOLERANCE)
-
-
-@dataclass(frozen=True)
-class Expected:
-    """One text with the hidden states of every layer, and the drafts after some of its prefixes."""
-
-    text: Text
-    drafts: Mapping[int, tuple[int, ...]]
-    logits: Mapping[int, Tensor] = field(default_factory=dict)
-    """``[K, V]`` by position."""
-
-
-def fit_of(reading: Reading, target: Target, texts: Sequence[Expected]) -> Fit | None:
-    """Draft by this reading up to the first difference; None if its tensors do not fit one another."""
-    drafted = equal = 0
-    distances = []
-    try:
-        for one in texts:
-            with torch.no_grad():
-                reader = reading.on(target, one.text)
-            for position, expected in one.drafts.items():
-                tokens = expected[: reader.max_depth]
-                found_KV = reader.logits_at(position, tokens)
-                hits = are_picks(found_KV, tokens)
-                if (wanted_KV := one.logits.get(position)) is not None:
-                    distances.append(_distance(found_KV, wanted_KV))
-                drafted, equal = drafted + len(hits), equal + sum(hits)
-                fit = Fit(equal / drafted, drafted, max(distances, default=None))
-                if not fit.whole:
-                    return fit
-    except (RuntimeError, IndexError, KeyError):
-        return None
-    return fit if drafted else None
-
-
-def _distance(a_KV: Tensor, b_KV: Tensor) -> float:
-    """The largest difference from the logits ``b``, relative to the largest one; infinite if other tokens can be drafted.
-
-    An export may write the rows of tokens that are not drafted too, as long as none of them is the most likely.
-    """
-    finite = ~b_KV.isinf()
-    largest_K1 = b_KV.max(-1, keepdim=True).values
-    if a_KV.shape != b_KV.shape or bool(a_KV[finite].isinf().any()) or bool((a_KV > largest_K1)[~finite].any()):
-        return float("inf")
-    return float((a_KV[finite] - b_KV[finite]).abs().max() / b_KV[finite].abs().max().clamp(min=1e-6))
-
-
-def expected_drafts(target: Target, transcripts: Sequence[Transcript], drafter: Drafter | None = None) -> list[Expected]:
-    """Expect what was drafted in the first rounds of some transcripts; with ``drafter``, its logits there too."""
-    texts = []
-    for one in transcripts[:TEXTS]:
-        drafts = {r.position: r.drafts for r in one.rounds[:ROUNDS]}
-        logits = {} if drafter is None else {p: headstart_logits(drafter, one.text[:p], tokens).cpu() for p, tokens in drafts.items()}
-        texts.append(Expected(target.read(one.text, range(target.num_layers + 1)), drafts, logits))
-    return texts
 
 
 @torch.no_grad()
