@@ -234,7 +234,7 @@ def load(
     """Load heads from a folder or hub id onto a loaded model. ``path`` None: no drafter, only what follows, or autoregressive decoding.
     ``tokenizer``: the backbone's; ``heads.chat`` then makes prompts with the chat template that the heads were trained with.
 
-    ``proposers``: drafts that need no training, by name: "suffix", "recycling", "history", "lookahead", one or several. ``draft_model``: a
+    ``proposers``: drafts that need no training, by name: "suffix", "recycling", "history", one or several. ``draft_model``: a
     smaller model of the same vocabulary, loaded or by its folder or hub id. ``early_exit``: draft with the model's own first layers.
     ``depth``: the number of depths to draft, which may exceed the trained depth where the drafter allows it. None: as in its recipe, and in
     adaptive trees up to twice as many where that pays, unless the recipe sets ``draft_depth``.

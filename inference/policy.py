@@ -224,7 +224,7 @@ class Policy:
     # Learning.
 
     def learn(self, draft: Draft, tree: CandidateTree, paths: list[list[int]], picks: list[list[int]], logits_BNV: Tensor) -> Draft:
-        """Update every source's statistics from the picks at the accepted nodes, and show the verified tree to the sources that drafted.
+        """Update every source's statistics from the picks at the accepted nodes.
 
         Returns the draft with the time that this took for sources that observe every node.
         """
@@ -234,7 +234,6 @@ class Policy:
         for row, sequence in enumerate(draft.rows.sequences if draft.parts else ()):
             accepted = {tree.pooled[row][node]: picks[row][node] for node in paths[row]}
             for source, part in draft.parts.items():
-                source.verified(sequence, tree.tokens[row], tree.parents[row], picks[row])
                 depths = min(part.depths, draft.rows.remaining[row])
                 source.acceptance.learn(draft.pools[row], source, sequence, depths, accepted)
         for source in self.sources:

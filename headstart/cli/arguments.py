@@ -15,7 +15,7 @@ from headstart.heads.backbone.shipped import HEADS
 from headstart.support.numeric_limits import MAX_BATCH, MAX_DEPTH, MAX_NODES, MAX_SEED, MAX_WIDTH, TEMPERATURES, is_temperature, max_threads
 
 DEBUG = "--debug"
-PROPOSERS = ("suffix", "recycling", "history", "lookahead")
+PROPOSERS = ("suffix", "recycling", "history")
 MAX_COUNT = (1 << 63) - 1
 
 

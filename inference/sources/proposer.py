@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TypeVar
@@ -75,10 +75,6 @@ class Proposer(ABC):
 
     def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         """Receive each verified node's token, its `observe_top_k` most likely next tokens and their log-probabilities, best first."""
-        return None
-
-    def verified(self, sequence: int, tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> None:
-        """Receive a sequence's verified tree, the root first, and the pick at every node, after `extend` by the tokens written."""
         return None
 
     def catch_up(self, sequence: int) -> None:

@@ -37,9 +37,6 @@ class ProposerSource(Source):
     def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         self.proposer.observe(tokens, top_tokens, logprobs)
 
-    def verified(self, sequence: int, tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> None:
-        self.proposer.verified(sequence, tokens, parents, picks)
-
     def timed_as(self, rows: int, depths: int) -> tuple[Hashable, int]:
         return self.name, 1  # further depths take next to no time
 

@@ -167,10 +167,6 @@ class Source(ABC):
         """Receive the token of each verified node of a row, its `observe_top_k` most likely next tokens and their log-probabilities."""
         return None
 
-    def verified(self, sequence: int, tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> None:
-        """Receive a row's verified tree, the root first, and the pick at every node; ``sequence``: its number in the call."""
-        return None
-
     def prob(self, rows: Rows, row: int, depth: int, score: float) -> float:
         """A row's node's acceptance probability: calibrated for adaptive trees; for fixed ones ``exp(score)``, which is reproducible."""
         return self.acceptance.prob(rows.sequences[row], depth, score) if rows.shape is None else math.exp(score)

@@ -57,7 +57,7 @@ def test_a_draft_model_from_a_folder_and_one_in_training(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"proposers": ("suffix", "sufix")}, "no proposer 'sufix'; choose any of suffix, recycling, lookahead, history"),
+        ({"proposers": ("suffix", "sufix")}, "no proposer 'sufix'; choose any of suffix, recycling, history"),
         ({"early_exit": LAYERS + 1}, f"early exit.layers is from 1 to {LAYERS}"),
         ({"draft_model": "/nowhere"}, "draft model: no backbone at '/nowhere'"),
         ({"draft_model": tiny("llama", vocab_size=70)}, "70"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BESIDE = ("inference/beam", "inference/early_exit.py", "inference/proposers/history.py", "inference/proposers/lookahead.py")
+BESIDE = ("inference/beam", "inference/early_exit.py", "inference/proposers/history.py")
 PROGRAM = """
 import headstart, torch
 from pathlib import Path

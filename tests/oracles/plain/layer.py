@@ -65,12 +65,6 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     return Rope(float(theta), kind, tuple(own) if kind != "default" else (), float(share))
 
 
-def stated_thetas(config: Mapping[str, Any]) -> list[float]:
-    """Return the rotary bases that a configuration states under the old and the new key; engines read either."""
-    found = (_stated(config).get("rope_theta"), config.get("rope_theta"))
-    return [float(theta) for theta in found if theta is not None]
-
-
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
     stated = config.get("rope_parameters") or {}
     return stated.get("full_attention") or {} if "full_attention" in stated else stated
