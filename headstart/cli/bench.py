@@ -31,7 +31,7 @@ BENCH_EXAMPLE = """examples:
 def add_bench(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart bench``."""
     add_measured(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with plots")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the tables as a self-contained page")
 
 
 def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True) -> None:
@@ -71,10 +71,7 @@ def bench(args: argparse.Namespace) -> int:
         from headstart.inference.capture.plugin import compile_lacking
     from headstart.inference.bench.judging import FAULT
     from headstart.inference.bench.table import print_report, report_page
-    from headstart.support.page import require_charts
 
-    if args.html is not None:
-        require_charts("--html")
     subject, plan = bench_subject(args), bench_plan(args)
     for _, heads in subject.heads if not args.no_compile else ():
         compile_lacking(heads, max(args.batch_size or [1]))
@@ -171,18 +168,15 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart compare``."""
     about = "two reports of bench --json (before, after), or the folders of training runs"
     parser.add_argument("what", nargs="+", metavar="REPORT|RUN", help=about)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with plots of the reports")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the tables as a self-contained page")
 
 
 def compare(args: argparse.Namespace) -> int:
     """Compare two reports of ``bench``, or any number of training runs. Raises UserError for what cannot be compared."""
     from headstart.inference.bench.compare import comparison_page, print_comparison, read_comparison
-    from headstart.support.page import require_charts
     from headstart.training.log.runs import print_runs, read_runs
 
     folders = [as_path("report", path).is_dir() for path in args.what]
-    if args.html is not None:
-        require_charts("--html")
     if len(args.what) < 2 and not all(folders):
         raise UserError("one thing alone cannot be compared; give two reports of bench --json, or folders of training runs")
     if all(folders):

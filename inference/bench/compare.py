@@ -6,18 +6,16 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
-from markupsafe import Markup
 from pydantic import FiniteFloat
 
 from headstart.inference.bench.judging import FAULT, IDENTICAL, TITLES, name
 from headstart.support.errors import UserError
 from headstart.support.files import as_path
 from headstart.support.json_text import Form, fault, read_json
-from headstart.support.page import Section, Series, charts, page
+from headstart.support.page import Section, page
 from headstart.support.terminal import Table, show
 
 Row = dict[str, Any]
-DEPTHS = "The share of decoding steps in which the draft of a depth was accepted"
 MUST_AGREE = ("backbone", "prompts_files", "prompts", "tasks", "max_new_tokens", "seed", "dtype", "device", "threads")
 """What two reports must share to be compared; versions may differ."""
 FIGURES = {"tau": ("accept len (tau)", ".2f"), "tokens_per_second": ("tokens/s", ".1f")}
@@ -129,7 +127,6 @@ def comparison_page(both: Comparison) -> str:
     tau = "Mean acceptance length (tau): tokens per forward pass, the backbone's own included."
     sections = [
         Section("Before and after", f"{tau} Speed is comparable only if the machine was idle both times.", [_systems(both)]),
-        Section("Acceptance by depth", f"{DEPTHS}; dashed: before.", _depths(both)),
         Section("Tasks", "The same by task.", _tasks(both)),
     ]
     about = [_about(both), f"Before: {_versions(both.before)}", f"After: {_versions(both.after)}"]
@@ -197,16 +194,6 @@ def _changes(before: Row, after: Row) -> list[str]:
         change = f"{after[key] / before[key] - 1:+.1%}" if before[key] else ""
         cells += [format(before[key], form), format(after[key], form), change]
     return cells
-
-
-def _depths(both: Comparison) -> list[Markup]:
-    """A chart of the acceptance by depth: before dashed, after in the same colour."""
-    series = []
-    for hue, pair in enumerate(pair for pair in both.pairs if pair.before.get("acceptance_per_depth")):
-        title = f"{pair.system}, temperature {pair.before['temperature']:g}"
-        series.append(Series(f"{title}, before", list(enumerate(pair.before["acceptance_per_depth"])), hue, dashed=True))
-        series.append(Series(f"{title}, after", list(enumerate(pair.after["acceptance_per_depth"])), hue))
-    return charts(series, "depth", "share of decoding steps", 1.0)
 
 
 def _short(value: Any) -> str:
