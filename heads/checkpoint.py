@@ -96,8 +96,6 @@ def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
         wrong = "weights.file names no file in the folder"
     if wrong is not None:
         raise UserError(f"{card_file} is damaged ({wrong}); {AGAIN}")
-    if card["weights"].get("adapter") is not None:
-        raise UserError(f"{path} keeps its weights in an adapter (drafter.lora), which is gone; train heads whole from drafter.init")
     for name in ("config.json", card["weights"]["file"], *ADAPTER_FILES):
         inside(folder, name)
     return folder, {key: card[key] for key in Card.model_fields}

@@ -1,8 +1,7 @@
 """The fingerprint of a backbone's weights: 32 values each of the embedding and the output layer, stored with heads and feature caches.
 
 Their places are at equal distances. Up to 2^24 elements they are those of `torch.linspace` in fp32, rounded as hardware with fused
-multiply-add does. Beyond, fp32 cannot tell one element from the next, and they are exact. Version 1 had what fp32 gave on the device at
-hand; a fingerprint without a version may be of that kind.
+multiply-add does. Beyond, fp32 cannot tell one element from the next, and they are exact.
 
 A file may hold weights in few bits, with a scale for each block of them. How far rounding to nearest moves a weight is bounded by the
 largest of its block, and how far it moves many of them is known: this tells a model in another precision from another model, or from
@@ -62,21 +61,17 @@ def match(matrices: Sequence[Tensor], types: list[str] | None, contract: Mapping
     each by at most the error of rounding, with room for scales that are rounded too, and all together by at most 1.5 to 2 times the usual.
     """
     recorded, theirs = contract.get("weights"), contract.get("stored")
-    version = _versions(matrices, contract.get("fingerprint"))
-    if any(same_weights(recorded, _values(matrices, places)) for places in version):
+    places = _places(matrices)
+    ours = _values(matrices, places)
+    if same_weights(recorded, ours):
         return "same"
     stored = [[one for one in pair if one] for pair in zip(types or ["", ""], theirs or ["", ""], strict=False)]
-    if types == theirs or not isinstance(recorded, list):
+    if types == theirs or not isinstance(recorded, list) or len(recorded) != len(ours):
         return "other"
-    for places in version:
-        ours = _values(matrices, places)
-        if len(recorded) == len(ours):
-            errors = [error for each in zip(matrices, places, stored, strict=True) for error in _rounding_errors(*each)]
-            apart, rounding, exact = np.abs(np.subtract(ours, recorded)), np.array(errors), np.array(_dtype_errors(ours))
-            usual = np.square(apart).mean() <= np.square(0.45 * rounding).mean() + np.square(exact).mean()  # 0.15 to 0.3, of Q2_K to Q8_0
-            if usual and (apart <= 1.4 * rounding + exact).all():
-                return "rounded"
-    return "other"
+    errors = [error for each in zip(matrices, places, stored, strict=True) for error in _rounding_errors(*each)]
+    apart, rounding, exact = np.abs(np.subtract(ours, recorded)), np.array(errors), np.array(_dtype_errors(ours))
+    usual = np.square(apart).mean() <= np.square(0.45 * rounding).mean() + np.square(exact).mean()  # 0.15 to 0.3, of Q2_K to Q8_0
+    return "rounded" if usual and (apart <= 1.4 * rounding + exact).all() else "other"
 
 
 def bits_of(stored: str) -> int | None:
@@ -112,20 +107,14 @@ def _values(matrices: Sequence[Tensor], places: Places) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def _versions(matrices: Sequence[Tensor], version: int | None) -> list[Places]:
-    """Return the places of a version; None: those of every version."""
-    earlier = [[_in_fp32(matrix.numel(), fused) for matrix in matrices] for fused in (True, False)]
-    return [_places(matrices), *(earlier if version is None else [])]
-
-
 def _places(matrices: Sequence[Tensor]) -> Places:
     counts = [matrix.numel() for matrix in matrices]
-    return [_in_fp32(count, fused=True) if count <= EXACT_IN_FP32 else spread(0, count - 1, COUNT) for count in counts]
+    return [_in_fp32(count) if count <= EXACT_IN_FP32 else spread(0, count - 1, COUNT) for count in counts]
 
 
-def _in_fp32(count: int, fused: bool) -> list[int]:
+def _in_fp32(count: int) -> list[int]:
     """Return the places of `torch.linspace` in fp32, which computes the second half from the end."""
     last = np.float32(count - 1)
     steps = np.arange(COUNT // 2) * np.float64(last / np.float32(COUNT - 1))  # exact: 24 bits times 5
-    backwards = np.float64(last) - steps if fused else last - steps.astype(np.float32)
+    backwards = np.float64(last) - steps
     return [min(int(place), count - 1) for place in (*steps.astype(np.float32), *backwards[::-1].astype(np.float32))]

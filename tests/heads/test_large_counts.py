@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 from accelerate import Accelerator
 from families import tiny
@@ -18,7 +17,6 @@ from test_architecture import FOLDERS, sources
 from torch import nn
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.checkpoint import check_contract
 from headstart.heads.layers.start_values import probe
 from headstart.support.devices import spread
 from headstart.training.data.data import LabelCounts
@@ -46,23 +44,6 @@ def test_the_fingerprint_of_a_large_vocabulary_reads_its_last_element_and_copies
     places = [i * (ROWS * COLUMNS - 1) // 31 for i in range(32)]
     expected = [place % COLUMNS for place in places] + [float(f"{place // COLUMNS:.6g}") for place in places]
     assert on.fingerprint() == expected and expected[31] == COLUMNS - 1
-
-
-@pytest.mark.parametrize("shape", [(61, 32), (8000, 1024), (32_000, 471), (49_152, 576)])
-@pytest.mark.parametrize("unfused", [False, True])
-def test_heads_saved_before_places_were_exact_still_load(shape: tuple[int, int], unfused: bool) -> None:
-    """As `torch.linspace` rounds on an accelerator, on this CPU, and on hardware without fused multiply-add."""
-    count, step = shape[0] * shape[1], torch.tensor(shape[0] * shape[1] - 1.0) / 31
-    places = torch.linspace(0, count - 1, 32)
-    if unfused:
-        places = torch.cat([step * torch.arange(16), (count - 1.0) - step * torch.arange(15, -1, -1)])
-    on, at = with_vocabulary(*shape), places.long().clamp(max=count - 1)
-    contract = {**on.contract(), "weights": 2 * (at % shape[1]).float().tolist()}
-    check_contract("heads", {"backbone": "one", "contract": contract}, on, allow_finetuned=False)
-    if count <= 2**24 and not unfused and "AVX" in torch.backends.cpu.get_cpu_capability():
-        assert on.fingerprint() == contract["weights"]  # feature caches, too, are still of this backbone
-    contract["weights"] = [value + shape[1] / 8 for value in contract["weights"]]
-    assert on.match(contract) == "other"
 
 
 def test_the_heads_that_ship_are_of_the_model_that_ships() -> None:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 
 from headstart.cli.main import main
-from headstart.heads.card import METADATA
-from headstart.heads.checkpoint import read_metadata
-from headstart.support.errors import UserError
 
 RECIPE = "recipes/quickstart/eagle3.yaml"
 
@@ -37,12 +30,3 @@ def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.C
         status = exit.code
     error = capsys.readouterr().err
     assert status == 2 and said in error and error.count("\n") == 1
-
-
-def test_heads_with_an_adapter_of_their_own_are_refused(tmp_path: Path) -> None:
-    shutil.copytree("recipes/quickstart/heads/mlp", tmp_path / "heads")
-    card = json.loads((tmp_path / "heads" / METADATA).read_text())
-    card["weights"]["adapter"] = "0" * 64
-    (tmp_path / "heads" / METADATA).write_text(json.dumps(card))
-    with pytest.raises(UserError, match="in an adapter .drafter.lora., which is gone; train heads whole from drafter.init"):
-        read_metadata(tmp_path / "heads")
