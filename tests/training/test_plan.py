@@ -22,6 +22,7 @@ from headstart.training.plan.gain import best_chain, tau
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.plan.memory_counter import MemoryCounter
 from headstart.training.plan.plan import disk, find_machine, largest, read_data
+from headstart.training.plan.table import lines
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
@@ -64,6 +65,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert report["disk"]["states"] > 3 * report["disk"]["heads"]
     assert report["time"] is None and "--no-calibration" in report["time_unavailable"]
     assert sum(report["memory"]["phases"][DRAFT_STEP].values()) <= report["memory"]["peak"] < 2e9
+    assert "decoding  none, since" in lines(report | {"decoding": "none, since"}), "of a backbone that decodes no drafts"
     assert report["decoding"] is None and not (small.parent / "out").exists(), "nothing is trained"
 
 
