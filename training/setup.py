@@ -16,6 +16,7 @@ from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.images import ImageReader
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
@@ -93,7 +94,7 @@ class Run:
 def prepare(recipe: Recipe) -> Run:
     """Load the backbone and data, build the drafters and resume if there is a saved state. Raises UserError."""
     require_trackers(recipe)
-    tokenizer = checked_tokenizer(recipe)
+    tokenizer, images = checked_tokenizer(recipe)
     recipe = _with_precision(recipe)
     accelerator = _accelerator(recipe)
     state = _find_state(recipe, accelerator)
@@ -101,8 +102,8 @@ def prepare(recipe: Recipe) -> Run:
     recipe = _with_time(recipe, tokenizer, state)
     drafters = _build_drafters(recipe, backbone, fresh=state is None and backbone.whole)
     starts = read_starts(recipe, drafters) if state is None else {}
-    splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
-    source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
+    splits, feed = _load_data(recipe, tokenizer, images, backbone, accelerator)
+    source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train, images)
     if state is None and not backbone.whole:
         drafters = _build_drafters(recipe, backbone, fresh=True)  # whose start values are computed from what the source has
     counts = LabelCounts.of(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
@@ -204,10 +205,10 @@ def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str
 
 
 def _load_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone, accelerator: Accelerator
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None, backbone: Backbone, accelerator: Accelerator
 ) -> tuple[Splits, BatchSampler]:
     context, ends = backbone.max_positions or sys.maxsize, end_tokens(backbone.model.generation_config)
-    load = partial(load_data, recipe.data, tokenizer, context, ends=ends, progress=accelerator.is_main_process)
+    load = partial(load_data, recipe.data, tokenizer, context, ends=ends, images=images, progress=accelerator.is_main_process)
     splits = in_first_process(accelerator, load)  # the others find what it has downloaded and tokenised
     require_vocabulary(splits, backbone.vocab)
     window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
 
 from headstart.heads.backbone.model_config import loading
 from headstart.heads.backbone.shipped import resolve
@@ -49,6 +49,12 @@ class Images:
             if name.endswith(KINDS):
                 given[name] = torch.cat([value, value.new_zeros(1, more)], 1)[:, :length]
         return given
+
+
+def with_positions(model: PreTrainedModel, ids_1T: Tensor, arguments: Mapping[str, Any]) -> Images:
+    """Return a text's images with the positions that ``generate`` gives it."""
+    given = {**arguments, "attention_mask": torch.ones_like(ids_1T)}
+    return Images(arguments, model._prepare_position_ids_for_generation(ids_1T, given))
 
 
 def placeholders(config: Any) -> dict[str, int]:
@@ -89,5 +95,5 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMi
         more = f"; without {' and '.join(lacking)} some do not load: pip install 'headstart[images]'" if lacking else ""
         raise UserError(f"{error}{more}") from None
     if not isinstance(found, ProcessorMixin) or "image_processor" not in found.get_attributes():
-        raise UserError(f"{path} has no settings for images (preprocessor_config.json); give a model that reads them, or leave --image out")
+        raise UserError(f"{path} has no settings for images (preprocessor_config.json); give a model that reads them, or leave images out")
     return found

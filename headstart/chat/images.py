@@ -1,6 +1,6 @@
-"""Prompts with images, as a model's processor writes them: ``headstart generate --image FILE``.
+"""Prompts with images, as a model's processor writes them: of ``headstart generate --image FILE``, and of rows of training data.
 
-Images are local files or data: URLs; nothing is fetched. They stand before the text of a conversation's first question.
+Images are local files or data: URLs; nothing is fetched.
 
 Shape suffix: T positions.
 """
@@ -8,38 +8,165 @@ Shape suffix: T positions.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.conversation import Chat
 from headstart.chat.messages import ASSISTANT, Message
+from headstart.chat.parts import image_names
 from headstart.chat.prompts import Prompter
-from headstart.chat.template import TemplateRefusal
+from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
-from headstart.support.files import require_file
+from headstart.support.files import require_file, value_hash
 
 
-def read_image(name: str) -> Any:
-    """Read an image, as RGB. Raises UserError for what is missing, remote or no image."""
+def read_image(name: str, what: str = "--image") -> tuple[Any, str]:
+    """Read an image, as RGB, and hash its file. Raises UserError, which begins with ``what``, for what is missing, remote or no image."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise UserError("--image needs Pillow: pip install 'headstart[images]'") from None
+        raise UserError(f"{what} needs Pillow: pip install 'headstart[images]'") from None
     inline = name.startswith("data:")
     if "://" in name and not inline:
-        raise UserError(f"--image {name}: nothing is fetched; save it, and give the file")
-    file = None if inline else require_file("--image", name)
+        raise UserError(f"{what} {name}: nothing is fetched; save it, and give the file")
+    file = None if inline else require_file(what, name)
     try:
         held = base64.b64decode(name.partition("base64,")[2], validate=True) if file is None else file.read_bytes()
-        return Image.open(BytesIO(held)).convert("RGB")
+        return Image.open(BytesIO(held)).convert("RGB"), hashlib.sha256(held).hexdigest()
     except Exception as error:  # what Pillow raises depends on the format and on the damage
         why = "Pillow knows no such format" if isinstance(error, UnidentifiedImageError) else cause(error)
-        raise UserError(f"--image {name[:60]} cannot be read as an image ({why}); give a PNG or JPEG file") from None
+        raise UserError(f"{what} {name[:60]} cannot be read as an image ({why}); give a PNG or JPEG file") from None
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image of a row."""
+
+    name: str
+    digest: str
+    """Hash of the file and of the processor's settings."""
+    size: tuple[int, int]
+    """Width and height in pixels."""
+    tokens: int
+    """That stand for its features."""
+    start: int = 0
+    """The first of them in a sample."""
+    end: int = 0
+    """After the last of them."""
+
+
+class ImageReader:
+    """A model's processor: prompts of text and images to tokens, and images to what the model reads."""
+
+    def __init__(self, processor: Any, token: int) -> None:
+        """``token``: stands for a feature of an image. Raises UserError for a processor that names no place of images."""
+        self.processor, self.token, self.place = processor, token, str(getattr(processor, "image_token", None) or "")
+        if not self.place:
+            raise UserError(f"{type(processor).__name__} does not say how texts name an image (image_token); set data.images=false")
+        self._settings = value_hash(processor.image_processor.to_dict())
+
+    def read(self, name: str, what: str) -> tuple[Any, ImageFile]:
+        """Read an image and count its tokens. Raises UserError, which begins with ``what``."""
+        image, digest = read_image(name, what)
+        tokens = self.inputs(self.place, [image], what)["input_ids"][0].tolist().count(self.token)
+        return image, ImageFile(name, value_hash([digest, self._settings]), image.size, tokens)
+
+    def inputs(self, text: str, images: Sequence[Any], what: str) -> dict[str, Tensor]:
+        """Return what the processor makes of a prompt. Raises UserError, which begins with ``what``."""
+        if (places := text.count(self.place)) != len(images):
+            raise UserError(f"{what}: the prompt has {places} places for images ({self.place}), there are {len(images)}; give as many")
+        return processed(self.processor, text, images, what)
+
+    def beside(self, files: Sequence[ImageFile], ids_T: Tensor) -> dict[str, Tensor]:
+        """Return what the model reads beside a text's tokens. Raises UserError for a file that has changed since its row was read."""
+        found = [self.read(file.name, "image") for file in files]
+        if changed := next((old.name for old, (_, new) in zip(files, found, strict=True) if old.digest != new.digest), None):
+            raise UserError(f"image {changed[:60]} has changed since its row was read; restore it, or begin anew")
+        return beside(self.inputs(self.place * len(files), [image for image, _ in found], "image"), ids_T)
+
+    def find(self, ids: Sequence[int], files: Sequence[ImageFile]) -> tuple[ImageFile, ...]:
+        """Return the images of a text, the first of these, with their places."""
+        places, found = [place for place, token in enumerate(ids) if token == self.token], []
+        for file in files:
+            if own := places[: file.tokens]:
+                found.append(replace(file, start=own[0], end=own[-1] + 1))
+            places = places[file.tokens :]
+        assert not places, "an image has as many tokens alone as among others"
+        return tuple(found)
+
+
+def processed(processor: Any, text: str, images: Sequence[Any], what: str, special: bool = False) -> dict[str, Tensor]:
+    """Return the processor's tensors of a batch of one. Raises UserError, which begins with ``what``."""
+    try:
+        return dict(processor(images=list(images), text=[text], add_special_tokens=special, return_tensors="pt"))
+    except Exception as error:  # processors raise what they like for texts without places, or with others
+        raise UserError(f"{what}: the model's processor does not take {len(images)} images in this text: {cause(error)}") from None
+
+
+def beside(example: Mapping[str, Tensor], ids_T: Tensor) -> dict[str, Tensor]:
+    """Return what a model reads beside a text's tokens, from what the processor makes of the same images in another text."""
+    ids_1T, given = example["input_ids"], {}
+    for name, value in example.items():
+        kinds = value.shape == ids_1T.shape  # which tokens are of images
+        given[name] = torch.isin(ids_T, ids_1T[value != 0].to(ids_T.device))[None].to(value.dtype) if kinds else value
+    return {name: value.to(ids_T.device) for name, value in given.items() if name not in ("input_ids", "attention_mask")}
+
+
+def as_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose text is a list of parts, since some templates take no plain text."""
+    return [
+        message | {"content": [{"type": "text", "text": text}]} if isinstance(text := message["content"], str) else message
+        for message in messages
+    ]
+
+
+class PartsTemplate(Template):
+    def plain(self, messages: Sequence[Message], tools: Any = None) -> list[Message]:
+        return as_parts(super().plain(messages, tools))
+
+
+class ImageChat(Chat):
+    """The chat template where turns have images, which the processor reads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ChatSettings, reader: ImageReader) -> None:
+        super().__init__(tokenizer, settings)
+        self.template, self.reader, self.where = PartsTemplate(tokenizer, settings), reader, ""
+        self.images: tuple[tuple[Any, ImageFile], ...] = ()
+
+    def of(self, messages: Sequence[Message], where: str) -> ImageChat:
+        """Return the same for a conversation whose images are read. Raises UserError, which begins with ``where``."""
+        chat = copy.copy(self)
+        chat.where, chat.images = where, tuple(self.reader.read(name, f"{where}: image") for name in image_names(messages))
+        return chat
+
+    def find(self, tokens: Sequence[int]) -> tuple[ImageFile, ...]:
+        return self.reader.find(tokens, [file for _, file in self.images])
+
+    def applied(self, messages: Sequence[Message], tools: Any) -> list[int]:
+        return self.asked([(self._applied(messages, tools, tokenize=False), len(image_names(messages)))])[0]
+
+    def asked(self, prompts: Sequence[tuple[str, int]]) -> list[list[int]]:
+        return [self._ids(text, [image for image, _ in self.images[:count]]) for text, count in prompts]
+
+    def _ids(self, text: str, images: Sequence[Any]) -> list[int]:
+        if not images and self.reader.place not in text:
+            return self.tokens([text])[0]
+        ids: list[int] = self.reader.inputs(text, images, self.where)["input_ids"][0].tolist()
+        return ids
+
+
+def make_chat(tokenizer: PreTrainedTokenizerBase, settings: ChatSettings, reader: ImageReader | None) -> Chat:
+    """Return the chat template, with images if there is what reads them. Raises UserError if there is none."""
+    return Chat(tokenizer, settings) if reader is None else ImageChat(tokenizer, settings, reader)
 
 
 @dataclass(frozen=True)
@@ -59,11 +186,7 @@ class ImagePrompter(Prompter):
         return {"role": ASSISTANT, "content": self.tokenizer.decode(answer_T, skip_special_tokens=True)}
 
     def beside(self, ids_T: Tensor, device: torch.device) -> dict[str, Tensor]:
-        ids_1T, given = self._example["input_ids"], {}
-        for name, value in self._example.items():
-            kinds = value.shape == ids_1T.shape  # which tokens are of images
-            given[name] = torch.isin(ids_T, ids_1T[value != 0])[None].to(value.dtype) if kinds else value
-        return {name: value.to(device) for name, value in given.items() if name not in ("input_ids", "attention_mask")}
+        return beside(self._example, ids_T.to(device))
 
     @cached_property
     def _example(self) -> dict[str, Tensor]:
@@ -73,9 +196,8 @@ class ImagePrompter(Prompter):
 
     def _rendered(self, messages: Sequence[Message], tools: Any = None) -> str:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        parts = [[{"type": "text", "text": message["content"]}] for message in messages]  # some templates take no plain text
-        parts[first] = [{"type": "image"}] * len(self.images) + parts[first]
-        whole = [message | {"content": part} for message, part in zip(messages, parts, strict=True)]
+        whole = as_parts(messages)
+        whole[first] = whole[first] | {"content": [{"type": "image"}] * len(self.images) + whole[first]["content"]}
         try:
             return self.conversations.template.render(whole, tools, ask=True).text
         except TemplateRefusal as refusal:
@@ -86,8 +208,4 @@ class ImagePrompter(Prompter):
         place: str | None = getattr(self.processor, "image_token", None)
         if place is not None and (places := text.count(place)) != len(self.images):
             raise UserError(f"the prompt has {places} places for images ({place}), --image gives {len(self.images)}; give as many")
-        try:
-            given = self.processor(images=list(self.images), text=[text], add_special_tokens=special, return_tensors="pt")
-        except Exception as error:  # processors raise what they like for texts without places, or with others
-            raise UserError(f"the model's processor does not take {len(self.images)} images in this text: {cause(error)}") from None
-        return dict(given)
+        return processed(self.processor, text, self.images, "--image", special)

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.conversation import Chat
+from headstart.chat.images import ImageReader, make_chat
 from headstart.chat.messages import prompt_length
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.images import load_processor, placeholders
+from headstart.heads.backbone.model_config import load_config
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import Mix
 from headstart.training.data.check import Check, compare
@@ -31,13 +34,32 @@ FIRST = 100
 """Rows of a file that are looked at before anything slow is loaded."""
 
 
-def checked_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Load the backbone's tokenizer once `check_data` has passed. Raises UserError, also for conversations without a chat template."""
-    columns = check_data(recipe.data)
-    tokenizer = load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
+def checked_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
+    """Load the backbone's tokenizer, and what reads images if rows have some, once `check_data` has passed.
+
+    Raises UserError, also for conversations without a chat template.
+    """
+    columns, tokenizer = check_data(recipe.data), load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
+    images = image_reader(recipe, tokenizer)
     for column in columns:
-        reader_of(column, tokenizer, column.data)
-    return tokenizer
+        reader_of(column, tokenizer, column.data, images=images)
+    return tokenizer, images
+
+
+def image_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """Load what reads the images of a recipe's rows; None: they have none. A tokenizer without a chat template gets the processor's.
+
+    Raises UserError for a model that reads none.
+    """
+    if not recipe.data.images:
+        return None
+    where, name = recipe.backbone, recipe.backbone.path
+    token = placeholders(load_config(name, trust_remote_code=where.trust_remote_code)).get("image")
+    if token is None or find_gguf(name) is not None:
+        raise UserError(f"{name} reads no images; set data.images=false, or backbone.path to a model that does")
+    processor = load_processor(name, trust_remote_code=where.trust_remote_code)
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return ImageReader(processor, token)
 
 
 def check_data(data: Data) -> list[Column]:
@@ -47,7 +69,15 @@ def check_data(data: Data) -> list[Column]:
     return [find_column(read_rows(name, limit=FIRST), settings, name) for name, settings in named if names_file(name)]
 
 
-def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, ends: Sequence[int] = (), progress: bool = True) -> Splits:
+def load_data(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    *,
+    ends: Sequence[int] = (),
+    images: ImageReader | None = None,
+    progress: bool = True,
+) -> Splits:
     """Read and tokenise a recipe's data for a backbone of ``context`` positions, whose decoding stops at ``ends``. Raises UserError.
 
     What an earlier start has made of the same rows is taken from the user's cache folder.
@@ -57,14 +87,14 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, e
     file = tokens_file(data, tokenizer, ends)
     splits = read_splits(file) if file is not None else None
     if splits is None:
-        splits = _make_splits(data, tokenizer, ends, progress)
+        splits = _make_splits(data, tokenizer, ends, images, progress)
         if file is not None:
             keep_splits(file, splits)
     say_unread(splits.stats)
     return splits
 
 
-def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], progress: bool) -> Splits:
+def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], images: ImageReader | None, progress: bool) -> Splits:
     datasets = data.per_dataset()
     found = [sound_rows(read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit), one, one.name) for one in datasets]
     rows, counts = [sound for sound, _ in found], [stats for _, stats in found]
@@ -78,20 +108,22 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
         held = [(part, one, one.name) for part, one in zip(out, datasets, strict=True) if part]
     train: list[list[Sample]] = []
     for part, one in zip(rows, datasets, strict=True):
-        samples, stats = make_samples(part, tokenizer, one, source=one.name, ends=ends, progress=progress)
+        samples, stats = make_samples(part, tokenizer, one, source=one.name, ends=ends, images=images, progress=progress)
         train, counts = [*train, samples], [*counts, stats]
     held_out: list[Sample] = []
     for part, one, name in held:
         uncut = one.model_copy(update={"overlong": "truncate"}) if data.splits_long else one  # later pieces are not prompts
-        held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends)[0]
-    check = sum((_check(part, tokenizer, one, ends) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
+        held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends, images=images)[0]
+    check = sum((_check(part, tokenizer, one, ends, images) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
     check.require()
     whole = [sample for samples in train for sample in samples]
+    if images is not None and not any(sample.images for sample in whole):
+        raise UserError(f"no row of {data.name} has an image; set data.images=false")
     mix = _mix(data, [len(samples) for samples in train])
     return Splits(whole, held_out, sum(counts, Stats()), mix, check if check.answers else None)
 
 
-def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Check:
+def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int], images: ImageReader | None) -> Check:
     """Compare some of a dataset's conversations with an independent side; no answers are compared where there are none."""
     column, settings = find_column(rows, data, data.name), chat_settings(data, ends)
     exact = column.kind == "tokens"
@@ -100,7 +132,7 @@ def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, 
         column = Column(name, "chat" if name else "text", data.model_copy(update={"format": "auto"}))
     if column.kind == "text" or data.loss_on == "all" or not settings.template_of(tokenizer):
         return Check(0, 0, stored=True)
-    return compare(rows, data.name, column, Chat(tokenizer, settings), exact)
+    return compare(rows, data.name, column, make_chat(tokenizer, settings, images), exact)
 
 
 def _mix(data: Data, sizes: Sequence[int]) -> Mix | None:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.head_only import load_head_only
-from headstart.heads.backbone.model_config import load_config, loaded_dtype, quantizing
+from headstart.heads.backbone.model_config import load_config, loaded_dtype, quantizing, reading_images
 from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Cache, Recipe
 
@@ -47,7 +47,8 @@ def open_for_training(
     """Load what a recipe's run needs of the backbone; see `open_backbone`. Raises UserError."""
     section = recipe.backbone
     if not opens_head_only(recipe):
-        return open_backbone(section, device, place)
+        with reading_images(recipe.data.images):
+            return open_backbone(section, device, place)
     return load_head_only(section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, device=device)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from headstart.chat.images import ImageReader
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.model_config import end_tokens
@@ -41,6 +42,7 @@ class PlannedCache:
     form: CacheFormat
     splits: Splits
     backbone: Backbone
+    images: ImageReader | None
 
 
 def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def _source(recipe: Recipe, planned: PlannedCache) -> FeatureSource:
     kept = planned.manifest.folder / FOLDER
     if recipe.features.endpoint is not None and kept.is_dir() and isinstance(planned.backbone, HeadOnlyBackbone):
         return KeptFeatures(recipe, planned.backbone, planned.form.taps)
-    return computed(recipe, planned.backbone, planned.form.taps)
+    return computed(recipe, planned.backbone, planned.form.taps, planned.images)
 
 
 def _plan(recipe: Recipe) -> PlannedCache:
@@ -83,21 +85,21 @@ def _plan(recipe: Recipe) -> PlannedCache:
     if cache.dir is None:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
     folder = require_folder("cache.dir", cache.dir)
-    tokenizer = checked_tokenizer(recipe)
+    tokenizer, images = checked_tokenizer(recipe)
     backbone = open_to_cache(recipe, _device())
     drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
     form = format_of(cache, backbone, taps_of(drafters))
     if prints_date(recipe, tokenizer):
         recipe = begun_at(recipe, [cached_time(folder)], now())
     ends = end_tokens(backbone.model.generation_config)
-    splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, ends=ends)
+    splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, ends=ends, images=images)
     require_vocabulary(splits, backbone.vocab)
     contents = contents_of(splits.train, form, backbone, tokenizer, recipe.data)
     manifest = read_manifest(folder)
     if manifest is None:
         manifest = Manifest(folder, contents, plan_shards(splits.train, form, cache.shard_mb))
     manifest.require(contents)
-    return PlannedCache(manifest, replace(form, taps=manifest.taps), splits, backbone)
+    return PlannedCache(manifest, replace(form, taps=manifest.taps), splits, backbone, images)
 
 
 def open_kept(recipe: Recipe) -> KeptFeatures:

@@ -12,8 +12,10 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import Cache
 
+from headstart.chat.images import ImageFile, ImageReader
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, join_features, stack_rows
+from headstart.heads.backbone.images import with_positions
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
@@ -58,11 +60,11 @@ class FeatureSource(ABC):
 class LiveFeatures(FeatureSource):
     """Runs the backbone in its own dtype, as in decoding."""
 
-    def __init__(self, backbone: Backbone, taps: tuple[int, ...]) -> None:
-        self.backbone, self.taps = backbone, taps
+    def __init__(self, backbone: Backbone, taps: tuple[int, ...], images: ImageReader | None = None) -> None:
+        self.backbone, self.taps, self.images = backbone, taps, images
 
     def for_starts(self, taps: tuple[int, ...]) -> FeatureSource:
-        return LiveFeatures(self.backbone, taps)
+        return LiveFeatures(self.backbone, taps, self.images)
 
     def probe(self, tokens_1T: Tensor) -> Features:
         return self.backbone.read(tokens_1T, taps=tuple(range(self.backbone.num_layers + 1)))
@@ -72,12 +74,25 @@ class LiveFeatures(FeatureSource):
 
     def read_into(self, cache: Cache | None, batch: Batch) -> Features:
         """Return the features; the KV cache, if any, gets the backbone's keys and values of all positions."""
+        if any(files for row in batch.images for files in row):
+            assert cache is None
+            features = stack_rows([self._apart(*row) for row in zip(batch.tokens_BT, batch.document_BT, batch.images, strict=True)])
+            return replace(features, tokens_BT=batch.tokens_BT, loss_mask_BT=batch.loss_mask_BT, document_BT=batch.document_BT)
         positions_BT, attention_mask = None, None  # causal, so no position attends to right padding
         if batch.packed:
             positions_BT = document_positions(batch.document_BT)
             attention_mask = document_masks(batch.document_BT, self.backbone.windows)
         features = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, taps=self.taps)
         return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=batch.document_BT)
+
+    def _apart(self, tokens_T: Tensor, document_T: Tensor, images: Sequence[Sequence[ImageFile]]) -> Features:
+        """Return the features of a row's samples, each read by itself, with its images, in the model's own forward pass."""
+        parts = []
+        for number, files in enumerate(images):
+            tokens_1T = tokens_T[document_T == number][None]
+            own = with_positions(self.backbone.model, tokens_1T, self.images.beside(files, tokens_1T[0])) if files and self.images else None
+            parts.append(self.backbone.read(tokens_1T, taps=self.taps, images=own))
+        return join_features(parts)
 
 
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:

@@ -96,12 +96,14 @@ BINS, BAR_WIDTH = 8, 40
 
 def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:
     """Return the report and the output to print. Raises UserError for data that training would reject or a nonexistent sample."""
-    tokenizer = checked_tokenizer(recipe)
+    tokenizer, images = checked_tokenizer(recipe)
     models = make_fake_models(recipe, accelerator=False)
     require_packable(recipe, models.backbone)
     where = recipe.backbone
     ends = read_end_tokens(where.path, trust_remote_code=where.trust_remote_code)
-    splits = load_data(recipe.data, tokenizer, models.backbone.max_positions or sys.maxsize, ends=ends, progress=sys.stderr.isatty())
+    splits = load_data(
+        recipe.data, tokenizer, models.backbone.max_positions or sys.maxsize, ends=ends, images=images, progress=sys.stderr.isatty()
+    )
     require_vocabulary(splits, models.backbone.vocab)
     if not 0 <= row < len(splits.train):
         raise UserError(f"--row {row}: there are samples 0 to {len(splits.train) - 1}")
