@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.images import ImageReader
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
@@ -33,7 +34,7 @@ from headstart.support.terminal import progress
 from headstart.support.text import token_texts
 from headstart.training.data.packing import collate
 from headstart.training.data.sample import Sample
-from headstart.training.features.source import LiveFeatures
+from headstart.training.features.source import LiveFeatures, images_of
 from headstart.training.features.supplement import evaluated
 from headstart.training.objective.fused import FusedLoss, acceptance
 from headstart.training.objective.loss_rows import count_label_tokens, lm_loss
@@ -98,7 +99,7 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
             mine = signal.received or time.monotonic() > end
             return any_of(run.accelerator, mine, run.control) if together else mine
 
-        scores = evaluate(drafter, prompts, settings, run.recipe.seed, run.tokenizer, over)
+        scores = evaluate(drafter, prompts, settings, run.recipe.seed, run.tokenizer, over, run.images)
     stopped = any_of(run.accelerator, signal.received, run.control) if together else signal.received
     if "prompts" in scores and stopped:
         return False
@@ -151,23 +152,27 @@ PROMPT_END = 300
 
 def evaluate(
     drafter: Drafter,
-    prompts: list[Tensor],
+    prompts: Sequence[Sample],
     settings: Eval,
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     over: Callable[[int], bool] = lambda tokens: False,
+    images: ImageReader | None = None,
 ) -> dict[str, Any]:
     """Return ``tau`` (bonus token included) and ``acceptance_per_depth`` over all prompts, ``acceptance`` by score (`Acceptance.to_json`),
     from which decoding with the heads starts, and with a tokenizer ``examples``. Restores the random state and the drafter's mode.
 
-    ``prompts`` has at least one prompt, int64 [T]; prompt i is decoded with ``seed + i``. An example has ``prompt``, the end of the prompt
-    as text; ``tokens``, the text of each; and ``accept_lengths``, the tokens of each decoding step after the first. ``over``: called after
-    each step with the tokens written so far; True ends the evaluation, which then returns ``prompts``: how many ended, and of how many.
+    ``prompts`` has at least one; prompt i is decoded with ``seed + i``, its images as ``images`` reads them. An example has ``prompt``, the
+    end of the prompt as text; ``tokens``, the text of each; and ``accept_lengths``, the tokens of each decoding step after the first.
+    ``over``: called after each step with the tokens written so far; True ends the evaluation, which then returns ``prompts``: how many
+    ended, and of how many.
     """
     training, devices = drafter.training, [one for one in (drafter.backbone.device,) if one.type == "cuda"]
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
-    queued = (Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts))
-    waiting = iter(sorted(queued, key=lambda one: len(one.ids_T)))  # a pass attends to as many positions as the longest has
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))  # a pass attends to as many positions as the longest has
+    waiting = (
+        Prompt(prompts[i].tokens, seed + i, i, images_of(drafter.backbone, prompts[i].tokens, prompts[i].images, images)) for i in order
+    )
     tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:
@@ -185,7 +190,7 @@ def evaluate(
                     break
     finally:
         drafter.train(training)
-    examples = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in range(EXAMPLES) if tokenizer is not None and i in texts]
+    examples = [_example(prompts[i].tokens, texts[i], runs[i], tokenizer) for i in range(EXAMPLES) if tokenizer is not None and i in texts]
     found = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, **({"examples": examples} if examples else {})}
     cut = {"prompts": [len(texts), len(prompts)]} if len(texts) < len(prompts) else {}
     return found | cut | {"acceptance": {"sampled": how.temperature > 0, **learned.to_json()}}

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, parse_flag_from_env, set_seed
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.images import ImageReader
@@ -63,13 +62,15 @@ class Run:
     trainers: list[DrafterTrainer]
     feed: BatchSampler
     source: FeatureSource
-    prompts: list[Tensor]
+    prompts: list[Sample]
     """Held-out prompts for evaluation."""
     held_out: list[Sample]
     """Held-out rows."""
     tokenizer: PreTrainedTokenizerBase
     log: Log
     provenance: dict[str, Any]
+    images: ImageReader | None = None
+    """What reads the images of rows, if they have some."""
     done: int = 0
     """Optimiser steps so far."""
     tokens: int = 0
@@ -121,7 +122,7 @@ def prepare(recipe: Recipe) -> Run:
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process, state.progress.get("wandb") if state else None)
     eval_prompts = prompts(splits.eval, recipe.eval, context_of(backbone) or sys.maxsize)
     origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
-    run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
+    run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin, images)
     if state is not None:
         _resume(run, state)
     log.say(_summary(run, splits, cache_summary, started))

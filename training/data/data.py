@@ -169,13 +169,13 @@ def hold_out(datasets: Sequence[list[Row]], count: int, source: str) -> tuple[li
     return kept, out
 
 
-def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Tensor]:
-    """Return up to ``settings.prompts`` prompts (int64 [T]) that leave room for the answer in the context.
+def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Sample]:
+    """Return up to ``settings.prompts`` prompts, with their images, that leave room for the answer in the context.
 
     A prompt is a conversation up to its last answer, or the beginning of a plain text (`prompt_length`).
     """
     longest = context - settings.max_new_tokens
-    fitting = [prompt for sample in samples if 0 < len(prompt := _prompt(sample, settings.prompt_tokens)) <= longest]
+    fitting = [prompt for sample in samples if 0 < len((prompt := _prompt(sample, settings.prompt_tokens)).tokens) <= longest]
     if samples and not fitting:
         raise UserError(
             f"no held-out prompt leaves eval.max_new_tokens={settings.max_new_tokens} of the backbone's context of {context};"
@@ -184,12 +184,11 @@ def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Ten
     return fitting[: settings.prompts]
 
 
-def _prompt(sample: Sample, prompt_tokens: int) -> Tensor:
+def _prompt(sample: Sample, prompt_tokens: int) -> Sample:
     if sample.loss_mask.all():
-        return sample.tokens[: prompt_length(len(sample.tokens), prompt_tokens)]
+        return sample.cut(prompt_length(len(sample.tokens), prompt_tokens))
     labels = sample.loss_mask.nonzero().flatten().tolist()
-    start = next(i for i in range(labels[-1], -1, -1) if i == 0 or not sample.loss_mask[i - 1])
-    return sample.tokens[:start]
+    return sample.cut(next(i for i in range(labels[-1], -1, -1) if i == 0 or not sample.loss_mask[i - 1]))
 
 
 class LabelCounts(NamedTuple):

@@ -40,6 +40,11 @@ class Sample:
         """Make one from lists."""
         return cls(torch.tensor(tokens, dtype=torch.int64), torch.tensor(labels, dtype=torch.bool), images)
 
+    def cut(self, length: int) -> Self:
+        """The first ``length`` tokens, with the images before their end."""
+        images = tuple(image for image in self.images if image.end <= length)
+        return type(self)(self.tokens[:length].clone(), self.loss_mask[:length].clone(), images)
+
 
 @dataclass
 class Stats:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from datetime import datetime
 from multiprocessing import current_process, get_context
 from typing import Any, TypeVar
@@ -204,8 +205,7 @@ def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
     if cut := next((image for image in sample.images if image.start < most < image.end), None):
         place = f"image {cut.name[:60]}, tokens {cut.start} to {cut.end - 1}"
         raise UserError(f"{where}: data.max_length={most} cuts {place}; raise it, or set data.overlong=skip")
-    images = tuple(image for image in sample.images if image.end <= most)
-    kept = [Sample(tokens[:most].clone(), loss_mask[:most].clone(), images) for tokens, loss_mask in pieces]
+    kept = [replace(sample, tokens=tokens, loss_mask=loss_mask).cut(most) for tokens, loss_mask in pieces]
     kept = [piece for piece in kept if len(piece.tokens) >= MIN_TOKENS and piece.loss_mask.any()]
     stats.samples_empty += count - len(kept)
     if length > most and kept and count == 1:

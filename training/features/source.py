@@ -15,7 +15,7 @@ from transformers import Cache
 from headstart.chat.images import ImageFile, ImageReader
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features, stack_rows
-from headstart.heads.backbone.images import with_positions
+from headstart.heads.backbone.images import Images, with_positions
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
@@ -85,14 +85,22 @@ class LiveFeatures(FeatureSource):
         features = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, taps=self.taps)
         return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=batch.document_BT)
 
-    def _apart(self, tokens_T: Tensor, document_T: Tensor, images: Sequence[Sequence[ImageFile]]) -> Features:
+    def _apart(self, tokens_T: Tensor, document_T: Tensor, images: Sequence[tuple[ImageFile, ...]]) -> Features:
         """Return the features of a row's samples, each read by itself, with its images, in the model's own forward pass."""
         parts = []
         for number, files in enumerate(images):
-            tokens_1T = tokens_T[document_T == number][None]
-            own = with_positions(self.backbone.model, tokens_1T, self.images.beside(files, tokens_1T[0])) if files and self.images else None
-            parts.append(self.backbone.read(tokens_1T, taps=self.taps, images=own))
+            own_T = tokens_T[document_T == number]
+            parts.append(self.backbone.read(own_T[None], taps=self.taps, images=images_of(self.backbone, own_T, files, self.images)))
         return join_features(parts)
+
+
+def images_of(backbone: Backbone, tokens_T: Tensor, files: tuple[ImageFile, ...], reader: ImageReader | None) -> Images | None:
+    """Return a text's images as the backbone reads them; None if there are none. Raises UserError for a file that has changed."""
+    if not files:
+        return None
+    assert reader is not None
+    tokens_T = tokens_T.to(backbone.device)
+    return with_positions(backbone.model, tokens_T[None], reader.beside(files, tokens_T))
 
 
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:

@@ -81,14 +81,10 @@ class Recipe(StrictModel):
 
     def _check_images(self) -> None:
         _refuse(
-            ("backbone.lora", self.backbone.lora is not None, "trains on text alone; set it to null, or data.images to false"),
-            (
-                "backbone.shard",
-                self.backbone.shard,
-                "has all processes read alike, and images are read apart; set it or data.images to false",
-            ),
+            ("backbone.lora", self.backbone.lora is not None, "is trained on text alone; set it to null, or data.images to false"),
+            ("backbone.shard", self.backbone.shard, "needs passes over text alone; set it or data.images to false"),
             ("features.endpoint", self.features.endpoint is not None, "serves text alone; set it to null, or data.images to false"),
-            ("objective.on_policy", self.objective.on_policy > 0, "drafts behind text alone; set it to 0, or data.images to false"),
+            ("objective.on_policy", self.objective.on_policy > 0, "reads drafts behind text alone; set it to 0, or data.images to false"),
         )
 
     def _check_served(self) -> None:
