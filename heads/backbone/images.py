@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
 
-from headstart.heads.backbone.model_config import loading
+from headstart.chat.images import ImageReader
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.model_config import load_config, loading
 from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
 
@@ -97,3 +99,11 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMi
     if not isinstance(found, ProcessorMixin) or "image_processor" not in found.get_attributes():
         raise UserError(f"{path} has no settings for images (preprocessor_config.json); give a model that reads them, or leave images out")
     return found
+
+
+def image_reader(path: str, *, trust_remote_code: bool = False) -> ImageReader:
+    """Load what reads images for a model. Raises UserError as `load_processor` does, and for a model that reads none."""
+    token = placeholders(load_config(path, trust_remote_code=trust_remote_code)).get("image")
+    if token is None or find_gguf(path) is not None:
+        raise UserError(f"{path} reads no images; leave them out, or give a model that does")
+    return ImageReader(load_processor(path, trust_remote_code=trust_remote_code), token)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.chat.answer import Ending, Written, find_ending, written
 from headstart.chat.messages import Message, is_learned
-from headstart.chat.parts import image_names
+from headstart.chat.parts import image_parts
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError
 
@@ -144,7 +144,7 @@ class Chat(Continuation):
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """Return the tokens that decoding begins with. Raises TemplateRefusal."""
-        return self.asked([(self.template.render(messages, tools, ask=True).text, len(image_names(messages)))])[0]
+        return self.asked([(self.template.render(messages, tools, ask=True).text, len(image_parts(messages)))])[0]
 
     def of(self, messages: Sequence[Message], where: str) -> Chat:
         """Return the same for one conversation, with its images (`ImageChat`). Raises UserError, which begins with ``where``."""
@@ -154,15 +154,13 @@ class Chat(Continuation):
         """Return the images that tokens of the conversation stand for."""
         return ()
 
-    def applied(self, messages: Sequence[Message], tools: Any) -> list[int]:
+    def applied(self, messages: Sequence[Message], tools: Any, **how: bool) -> Any:
         """Return the tokens of a prompt as transformers' own ``apply_chat_template`` gives them."""
-        return list(self._applied(messages, tools, return_dict=False))
-
-    def _applied(self, messages: Sequence[Message], tools: Any, **how: bool) -> Any:
         template = self.template
         return self.tokenizer.apply_chat_template(
-            template.plain(messages, tools), tools=tools or template.tools, add_generation_prompt=True, **how, **template.arguments(tools)
-        )
+            template.plain(messages, tools), tools=tools or template.tools, add_generation_prompt=True, return_dict=False,
+            **template.arguments(tools), **how,
+        )  # fmt: skip
 
     def asked(self, prompts: Sequence[tuple[str, int]]) -> list[list[int]]:
         """Return the tokens of rendered prompts, each with the number of its images."""

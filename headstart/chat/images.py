@@ -10,9 +10,8 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from io import BytesIO
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.conversation import Chat
 from headstart.chat.messages import ASSISTANT, Message
-from headstart.chat.parts import image_names
+from headstart.chat.parts import image_parts
 from headstart.chat.prompts import Prompter
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
@@ -71,7 +70,7 @@ class ImageReader:
         """``token``: stands for a feature of an image. Raises UserError for a processor that names no place of images."""
         self.processor, self.token, self.place = processor, token, str(getattr(processor, "image_token", None) or "")
         if not self.place:
-            raise UserError(f"{type(processor).__name__} does not say how texts name an image (image_token); set data.images=false")
+            raise UserError(f"{type(processor).__name__} does not say how a text names an image (image_token); leave images out")
         self._settings = value_hash(processor.image_processor.to_dict())
 
     def read(self, name: str, what: str) -> tuple[Any, ImageFile]:
@@ -80,18 +79,30 @@ class ImageReader:
         tokens = self.inputs(self.place, [image], what)["input_ids"][0].tolist().count(self.token)
         return image, ImageFile(name, value_hash([digest, self._settings]), image.size, tokens)
 
-    def inputs(self, text: str, images: Sequence[Any], what: str) -> dict[str, Tensor]:
+    def inputs(self, text: str, images: Sequence[Any], what: str, special: bool = False) -> dict[str, Tensor]:
         """Return what the processor makes of a prompt. Raises UserError, which begins with ``what``."""
         if (places := text.count(self.place)) != len(images):
-            raise UserError(f"{what}: the prompt has {places} places for images ({self.place}), there are {len(images)}; give as many")
-        return processed(self.processor, text, images, what)
+            raise UserError(f"{what}: the prompt has {places} places for images ({self.place}), and {len(images)} are given; give as many")
+        try:
+            return dict(self.processor(images=list(images) or None, text=[text], add_special_tokens=special, return_tensors="pt"))
+        except Exception as error:  # processors raise what they like for images that do not fit
+            raise UserError(f"{what}: the model's processor does not take {len(images)} images in this text: {cause(error)}") from None
 
-    def beside(self, files: Sequence[ImageFile], ids_T: Tensor) -> dict[str, Tensor]:
-        """Return what the model reads beside a text's tokens. Raises UserError for a file that has changed since its row was read."""
+    def beside(self, images: Sequence[Any], ids_T: Tensor) -> dict[str, Tensor]:
+        """Return what the model reads beside a text's tokens: pixels, and which tokens are of images."""
+        example, given = self.inputs(self.place * len(images), images, "images"), {}
+        ids_1T = example["input_ids"].to(ids_T.device)
+        for name, value in example.items():
+            kinds = value.shape == ids_1T.shape
+            given[name] = torch.isin(ids_T, ids_1T[value.to(ids_T.device) != 0])[None].to(value.dtype) if kinds else value.to(ids_T.device)
+        return {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
+
+    def again(self, files: Sequence[ImageFile]) -> list[Any]:
+        """Read images again. Raises UserError for a file that has changed since its row was read."""
         found = [self.read(file.name, "image") for file in files]
         if changed := next((old.name for old, (_, new) in zip(files, found, strict=True) if old.digest != new.digest), None):
             raise UserError(f"image {changed[:60]} has changed since its row was read; restore it, or begin anew")
-        return beside(self.inputs(self.place * len(files), [image for image, _ in found], "image"), ids_T)
+        return [image for image, _ in found]
 
     def find(self, ids: Sequence[int], files: Sequence[ImageFile]) -> tuple[ImageFile, ...]:
         """Return the images of a text, the first of these, with their places."""
@@ -102,23 +113,6 @@ class ImageReader:
             places = places[file.tokens :]
         assert not places, "an image has as many tokens alone as among others"
         return tuple(found)
-
-
-def processed(processor: Any, text: str, images: Sequence[Any], what: str, special: bool = False) -> dict[str, Tensor]:
-    """Return the processor's tensors of a batch of one. Raises UserError, which begins with ``what``."""
-    try:
-        return dict(processor(images=list(images), text=[text], add_special_tokens=special, return_tensors="pt"))
-    except Exception as error:  # processors raise what they like for texts without places, or with others
-        raise UserError(f"{what}: the model's processor does not take {len(images)} images in this text: {cause(error)}") from None
-
-
-def beside(example: Mapping[str, Tensor], ids_T: Tensor) -> dict[str, Tensor]:
-    """Return what a model reads beside a text's tokens, from what the processor makes of the same images in another text."""
-    ids_1T, given = example["input_ids"], {}
-    for name, value in example.items():
-        kinds = value.shape == ids_1T.shape  # which tokens are of images
-        given[name] = torch.isin(ids_T, ids_1T[value != 0].to(ids_T.device))[None].to(value.dtype) if kinds else value
-    return {name: value.to(ids_T.device) for name, value in given.items() if name not in ("input_ids", "attention_mask")}
 
 
 def as_parts(messages: Sequence[Message]) -> list[Message]:
@@ -144,15 +138,15 @@ class ImageChat(Chat):
 
     def of(self, messages: Sequence[Message], where: str) -> ImageChat:
         """Return the same for a conversation whose images are read. Raises UserError, which begins with ``where``."""
-        chat = copy.copy(self)
-        chat.where, chat.images = where, tuple(self.reader.read(name, f"{where}: image") for name in image_names(messages))
+        chat, names = copy.copy(self), [part["image"] for part in image_parts(messages)]
+        chat.where, chat.images = where, tuple(self.reader.read(name, f"{where}: image") for name in names)
         return chat
 
     def find(self, tokens: Sequence[int]) -> tuple[ImageFile, ...]:
         return self.reader.find(tokens, [file for _, file in self.images])
 
-    def applied(self, messages: Sequence[Message], tools: Any) -> list[int]:
-        return self.asked([(self._applied(messages, tools, tokenize=False), len(image_names(messages)))])[0]
+    def applied(self, messages: Sequence[Message], tools: Any, **how: bool) -> Any:
+        return self.asked([(super().applied(messages, tools, tokenize=False), len(image_parts(messages)))])[0]
 
     def asked(self, prompts: Sequence[tuple[str, int]]) -> list[list[int]]:
         return [self._ids(text, [image for image, _ in self.images[:count]]) for text, count in prompts]
@@ -173,39 +167,28 @@ def make_chat(tokenizer: PreTrainedTokenizerBase, settings: ChatSettings, reader
 class ImagePrompter(Prompter):
     """Prompts in which the images stand before the first question; without a template, where the text has places for them."""
 
-    processor: Any = None
     images: tuple[Any, ...] = ()
+    reader: ImageReader | None = None
 
     def begin(self, text: str) -> Tensor:
-        return self._inputs(text, True)["input_ids"][0]
+        return self._ids(text, True)
 
     def converse(self, messages: Sequence[Message], tools: Any = None) -> Tensor:
-        return self._inputs(self._rendered(messages, tools), False)["input_ids"][0]
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+        whole = as_parts(messages)
+        whole[first] = whole[first] | {"content": [{"type": "image"}] * len(self.images) + whole[first]["content"]}
+        try:
+            return self._ids(self.conversations.template.render(whole, tools, ask=True).text, False)
+        except TemplateRefusal as refusal:
+            raise UserError(f"the chat template refuses the conversation with images: {refusal}; change it, or give --raw") from None
 
     def answered(self, messages: Sequence[Message], answer_T: Tensor) -> Message:
         return {"role": ASSISTANT, "content": self.tokenizer.decode(answer_T, skip_special_tokens=True)}
 
     def beside(self, ids_T: Tensor, device: torch.device) -> dict[str, Tensor]:
-        return beside(self._example, ids_T.to(device))
+        assert self.reader is not None
+        return self.reader.beside(self.images, ids_T.to(device))
 
-    @cached_property
-    def _example(self) -> dict[str, Tensor]:
-        """A prompt of the images and no text."""
-        nothing = self._rendered([{"role": "user", "content": ""}]) if self.templated else self.processor.image_token * len(self.images)
-        return self._inputs(nothing, False)
-
-    def _rendered(self, messages: Sequence[Message], tools: Any = None) -> str:
-        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        whole = as_parts(messages)
-        whole[first] = whole[first] | {"content": [{"type": "image"}] * len(self.images) + whole[first]["content"]}
-        try:
-            return self.conversations.template.render(whole, tools, ask=True).text
-        except TemplateRefusal as refusal:
-            raise UserError(f"the chat template refuses the conversation with images: {refusal}; change it, or give --raw") from None
-
-    def _inputs(self, text: str, special: bool) -> dict[str, Tensor]:
-        """The processor's. Raises UserError where the text has not a place for each image."""
-        place: str | None = getattr(self.processor, "image_token", None)
-        if place is not None and (places := text.count(place)) != len(self.images):
-            raise UserError(f"the prompt has {places} places for images ({place}), --image gives {len(self.images)}; give as many")
-        return processed(self.processor, text, self.images, "--image", special)
+    def _ids(self, text: str, special: bool) -> Tensor:
+        assert self.reader is not None
+        return self.reader.inputs(text, self.images, "--image", special)["input_ids"][0]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from headstart.chat.parts import image_names, named, placed
+from headstart.chat.parts import image_parts, name_images, named
 from headstart.support.errors import UserError
 from headstart.support.json_text import parse_json
 
@@ -187,8 +187,8 @@ def _completed(row: Mapping[str, Any], messages: list[Message], where: str, imag
     if not blank and not (messages and messages[0]["role"] == "system"):
         messages = [_checked({"role": "system", "content": system}, f"{where}, column system"), *messages]
     if images:
-        return placed(messages, decode_list(row.get("images") or [], f"{where}, images"), where), tools
-    if image_names(messages):
+        name_images(messages, decode_list(row.get("images") or [], f"{where}, images"), where)
+    elif image_parts(messages):
         raise UserError(f"{where}: a turn has an image; train with data.images=true, decode with --image, or leave such rows out")
     return messages, tools
 

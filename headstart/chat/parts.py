@@ -19,23 +19,18 @@ def named(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image", "image": name.get("url") if isinstance(name, dict) else name}
 
 
-def image_names(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the names of the images that turns have, in order; a tool's result has none."""
+def image_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parts of turns that are images, in order; a tool's result has none."""
     held = [message["content"] for message in messages if message["role"] != "tool" and isinstance(message["content"], list)]
-    return [part["image"] for content in held for part in content if part["type"] == "image"]
+    return [part for content in held for part in content if part["type"] == "image"]
 
 
-def placed(messages: list[dict[str, Any]], beside: Any, where: str) -> list[dict[str, Any]]:
-    """Return turns all of whose images have a name, of those without one the next of ``beside``. Raises UserError for more or fewer."""
-    places = image_names(messages).count("")
+def name_images(messages: Sequence[dict[str, Any]], beside: Any, where: str) -> None:
+    """Give images without a name the next of ``beside``. Raises UserError for more or fewer."""
+    nameless = [part for part in image_parts(messages) if not part["image"]]
     if not isinstance(beside, list) or not all(isinstance(name, str) for name in beside):
         raise UserError(f"{where}: images are a list of files or data: URLs; got {type(beside).__name__}")
-    if len(beside) != places:
-        raise UserError(f'{where} has {len(beside)} images for {places} parts {{"type": "image"}} that name none; give as many')
-    names, whole = iter(beside), []
-    for message in messages:
-        if image_names([message]):
-            content = [part | {"image": part["image"] or next(names)} if part["type"] == "image" else part for part in message["content"]]
-            message = message | {"content": content}
-        whole.append(message)
-    return whole
+    if len(beside) != len(nameless):
+        raise UserError(f'{where} has {len(beside)} images for {len(nameless)} parts {{"type": "image"}} that name none; give as many')
+    for part, name in zip(nameless, beside, strict=True):
+        part["image"] = name

@@ -63,12 +63,12 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
     if not args.image:
         return Prompter(tokenizer, style, prompt_tokens, settings)
     from headstart.chat.images import ImagePrompter, read_image  # here, since few need it
-    from headstart.heads.backbone.images import load_processor
+    from headstart.heads.backbone.images import image_reader
 
     images = tuple(read_image(name)[0] for name in args.image)
-    processor = load_processor(name, trust_remote_code=args.trust_remote_code)
-    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
-    return ImagePrompter(tokenizer, style, prompt_tokens, settings, processor, images)
+    reader = image_reader(name, trust_remote_code=args.trust_remote_code)
+    tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template
+    return ImagePrompter(tokenizer, style, prompt_tokens, settings, images, reader)
 
 
 def _require_files(name: str, heads: list[str], args: argparse.Namespace) -> None:

@@ -17,9 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.chat.images import ImageReader, make_chat
 from headstart.chat.messages import prompt_length
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.heads.backbone.images import load_processor, placeholders
-from headstart.heads.backbone.model_config import load_config
+from headstart.heads.backbone.images import image_reader
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import Mix
 from headstart.training.data.check import Check, compare
@@ -40,26 +38,19 @@ def checked_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, ImageRea
     Raises UserError, also for conversations without a chat template.
     """
     columns, tokenizer = check_data(recipe.data), load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
-    images = image_reader(recipe, tokenizer)
+    images = read_images(recipe, tokenizer)
     for column in columns:
         reader_of(column, tokenizer, column.data, images=images)
     return tokenizer, images
 
 
-def image_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
-    """Load what reads the images of a recipe's rows; None: they have none. A tokenizer without a chat template gets the processor's.
-
-    Raises UserError for a model that reads none.
-    """
+def read_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """Load what reads the images of a recipe's rows, if they have some. A tokenizer without a chat template gets the processor's."""
     if not recipe.data.images:
         return None
-    where, name = recipe.backbone, recipe.backbone.path
-    token = placeholders(load_config(name, trust_remote_code=where.trust_remote_code)).get("image")
-    if token is None or find_gguf(name) is not None:
-        raise UserError(f"{name} reads no images; set data.images=false, or backbone.path to a model that does")
-    processor = load_processor(name, trust_remote_code=where.trust_remote_code)
-    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
-    return ImageReader(processor, token)
+    reader = image_reader(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
+    tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template
+    return reader
 
 
 def check_data(data: Data) -> list[Column]:

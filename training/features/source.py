@@ -100,7 +100,7 @@ def images_of(backbone: Backbone, tokens_T: Tensor, files: tuple[ImageFile, ...]
         return None
     assert reader is not None
     tokens_T = tokens_T.to(backbone.device)
-    return with_positions(backbone.model, tokens_T[None], reader.beside(files, tokens_T))
+    return with_positions(backbone.model, tokens_T[None], reader.beside(reader.again(files), tokens_T))
 
 
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
