@@ -20,7 +20,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.images import ImageReader
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
@@ -34,7 +33,7 @@ from headstart.support.terminal import progress
 from headstart.support.text import token_texts
 from headstart.training.data.packing import collate
 from headstart.training.data.sample import Sample
-from headstart.training.features.source import LiveFeatures, images_of
+from headstart.training.features.source import LiveFeatures
 from headstart.training.features.supplement import evaluated
 from headstart.training.objective.fused import FusedLoss, acceptance
 from headstart.training.objective.loss_rows import count_label_tokens, lm_loss
@@ -99,7 +98,7 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
             mine = signal.received or time.monotonic() > end
             return any_of(run.accelerator, mine, run.control) if together else mine
 
-        scores = evaluate(drafter, prompts, settings, run.recipe.seed, run.tokenizer, over, run.images)
+        scores = evaluate(drafter, prompts, settings, run.recipe.seed, run.tokenizer, over)
     stopped = any_of(run.accelerator, signal.received, run.control) if together else signal.received
     if "prompts" in scores and stopped:
         return False
@@ -157,22 +156,19 @@ def evaluate(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     over: Callable[[int], bool] = lambda tokens: False,
-    images: ImageReader | None = None,
 ) -> dict[str, Any]:
     """Return ``tau`` (bonus token included) and ``acceptance_per_depth`` over all prompts, ``acceptance`` by score (`Acceptance.to_json`),
     from which decoding with the heads starts, and with a tokenizer ``examples``. Restores the random state and the drafter's mode.
 
-    ``prompts`` has at least one; prompt i is decoded with ``seed + i``, its images as ``images`` reads them. An example has ``prompt``, the
-    end of the prompt as text; ``tokens``, the text of each; and ``accept_lengths``, the tokens of each decoding step after the first.
-    ``over``: called after each step with the tokens written so far; True ends the evaluation, which then returns ``prompts``: how many
-    ended, and of how many.
+    ``prompts`` has at least one prompt; prompt i is decoded with ``seed + i``. An example has ``prompt``, the end of the prompt
+    as text; ``tokens``, the text of each; and ``accept_lengths``, the tokens of each decoding step after the first. ``over``: called after
+    each step with the tokens written so far; True ends the evaluation, which then returns ``prompts``: how many ended, and of how many.
     """
     training, devices = drafter.training, [one for one in (drafter.backbone.device,) if one.type == "cuda"]
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))  # a pass attends to as many positions as the longest has
-    waiting = (
-        Prompt(prompts[i].tokens, seed + i, i, images_of(drafter.backbone, prompts[i].tokens, prompts[i].images, images)) for i in order
-    )
+    order = sorted(enumerate(prompts), key=lambda one: len(one[1].tokens))  # a pass attends to as many positions as the longest has
+    reads, device = LiveFeatures(drafter.backbone, ()), drafter.backbone.device
+    waiting = (Prompt(one.tokens, seed + i, i, reads.images(one.tokens.to(device), one.images)) for i, one in order)
     tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:

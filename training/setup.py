@@ -69,8 +69,6 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     log: Log
     provenance: dict[str, Any]
-    images: ImageReader | None = None
-    """What reads the images of rows, if they have some."""
     done: int = 0
     """Optimiser steps so far."""
     tokens: int = 0
@@ -104,7 +102,7 @@ def prepare(recipe: Recipe) -> Run:
     drafters = _build_drafters(recipe, backbone, fresh=state is None and backbone.whole)
     starts = read_starts(recipe, drafters) if state is None else {}
     splits, feed = _load_data(recipe, tokenizer, images, backbone, accelerator)
-    source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train, images)
+    source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     if state is None and not backbone.whole:
         drafters = _build_drafters(recipe, backbone, fresh=True)  # whose start values are computed from what the source has
     counts = LabelCounts.of(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
@@ -122,7 +120,7 @@ def prepare(recipe: Recipe) -> Run:
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process, state.progress.get("wandb") if state else None)
     eval_prompts = prompts(splits.eval, recipe.eval, context_of(backbone) or sys.maxsize)
     origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
-    run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin, images)
+    run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
     if state is not None:
         _resume(run, state)
     log.say(_summary(run, splits, cache_summary, started))

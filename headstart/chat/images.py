@@ -11,7 +11,7 @@ import base64
 import copy
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import Any
 
@@ -51,6 +51,7 @@ class ImageFile:
     """An image of a row."""
 
     name: str
+    reader: ImageReader = field(repr=False)
     digest: str
     """Hash of the file and of the processor's settings."""
     size: tuple[int, int]
@@ -73,11 +74,13 @@ class ImageReader:
             raise UserError(f"{type(processor).__name__} does not say how a text names an image (image_token); leave images out")
         self._settings = value_hash(processor.image_processor.to_dict())
 
-    def read(self, name: str, what: str) -> tuple[Any, ImageFile]:
-        """Read an image and count its tokens. Raises UserError, which begins with ``what``."""
-        image, digest = read_image(name, what)
-        tokens = self.inputs(self.place, [image], what)["input_ids"][0].tolist().count(self.token)
-        return image, ImageFile(name, value_hash([digest, self._settings]), image.size, tokens)
+    def read(self, messages: Sequence[Message], where: str) -> list[tuple[Any, ImageFile]]:
+        """Read the images of turns and count their tokens. Raises UserError, which begins with ``where``."""
+        found = []
+        for name, (image, digest) in [(part["image"], read_image(part["image"], f"{where}: image")) for part in image_parts(messages)]:
+            tokens = self.inputs(self.place, [image], where)["input_ids"][0].tolist().count(self.token)
+            found.append((image, ImageFile(name, self, value_hash([digest, self._settings]), image.size, tokens)))
+        return found
 
     def inputs(self, text: str, images: Sequence[Any], what: str, special: bool = False) -> dict[str, Tensor]:
         """Return what the processor makes of a prompt. Raises UserError, which begins with ``what``."""
@@ -88,30 +91,32 @@ class ImageReader:
         except Exception as error:  # processors raise what they like for images that do not fit
             raise UserError(f"{what}: the model's processor does not take {len(images)} images in this text: {cause(error)}") from None
 
-    def beside(self, images: Sequence[Any], ids_T: Tensor) -> dict[str, Tensor]:
+    def beside(self, files: Sequence[ImageFile], ids_T: Tensor) -> dict[str, Tensor]:
+        """Return `arguments` of images that are read again. Raises UserError for a file that has changed since its row was read."""
+        found = [read_image(file.name, "image") for file in files]
+        for file, (_, digest) in zip(files, found, strict=True):
+            if file.digest != value_hash([digest, self._settings]):
+                raise UserError(f"image {file.name[:60]} has changed since its row was read; restore it, or begin anew")
+        return self.arguments([image for image, _ in found], ids_T)
+
+    def arguments(self, images: Sequence[Any], ids_T: Tensor) -> dict[str, Tensor]:
         """Return what the model reads beside a text's tokens: pixels, and which tokens are of images."""
         example, given = self.inputs(self.place * len(images), images, "images"), {}
-        ids_1T = example["input_ids"].to(ids_T.device)
+        ids_1T = example["input_ids"]
         for name, value in example.items():
             kinds = value.shape == ids_1T.shape
-            given[name] = torch.isin(ids_T, ids_1T[value.to(ids_T.device) != 0])[None].to(value.dtype) if kinds else value.to(ids_T.device)
+            given[name] = torch.isin(ids_T, ids_1T[value != 0].to(ids_T.device))[None].to(value.dtype) if kinds else value.to(ids_T.device)
         return {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
 
-    def again(self, files: Sequence[ImageFile]) -> list[Any]:
-        """Read images again. Raises UserError for a file that has changed since its row was read."""
-        found = [self.read(file.name, "image") for file in files]
-        if changed := next((old.name for old, (_, new) in zip(files, found, strict=True) if old.digest != new.digest), None):
-            raise UserError(f"image {changed[:60]} has changed since its row was read; restore it, or begin anew")
-        return [image for image, _ in found]
-
-    def find(self, ids: Sequence[int], files: Sequence[ImageFile]) -> tuple[ImageFile, ...]:
-        """Return the images of a text, the first of these, with their places."""
+    def find(self, ids: Sequence[int], files: Sequence[ImageFile], where: str) -> tuple[ImageFile, ...]:
+        """Return the images of a text, the first of these, with their places. Raises UserError for tokens of others."""
         places, found = [place for place, token in enumerate(ids) if token == self.token], []
         for file in files:
             if own := places[: file.tokens]:
                 found.append(replace(file, start=own[0], end=own[-1] + 1))
             places = places[file.tokens :]
-        assert not places, "an image has as many tokens alone as among others"
+        if places:
+            raise UserError(f"{where} has {len(places)} more tokens of images than its images give; leave them out")
         return tuple(found)
 
 
@@ -134,16 +139,16 @@ class ImageChat(Chat):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ChatSettings, reader: ImageReader) -> None:
         super().__init__(tokenizer, settings)
         self.template, self.reader, self.where = PartsTemplate(tokenizer, settings), reader, ""
-        self.images: tuple[tuple[Any, ImageFile], ...] = ()
+        self.images: list[tuple[Any, ImageFile]] = []
 
     def of(self, messages: Sequence[Message], where: str) -> ImageChat:
         """Return the same for a conversation whose images are read. Raises UserError, which begins with ``where``."""
-        chat, names = copy.copy(self), [part["image"] for part in image_parts(messages)]
-        chat.where, chat.images = where, tuple(self.reader.read(name, f"{where}: image") for name in names)
+        chat = copy.copy(self)
+        chat.ending, chat.where, chat.images = self.ending, where, self.reader.read(messages, where)
         return chat
 
     def find(self, tokens: Sequence[int]) -> tuple[ImageFile, ...]:
-        return self.reader.find(tokens, [file for _, file in self.images])
+        return self.reader.find(tokens, [file for _, file in self.images], self.where)
 
     def applied(self, messages: Sequence[Message], tools: Any, **how: bool) -> Any:
         return self.asked([(super().applied(messages, tools, tokenize=False), len(image_parts(messages)))])[0]
@@ -187,7 +192,7 @@ class ImagePrompter(Prompter):
 
     def beside(self, ids_T: Tensor, device: torch.device) -> dict[str, Tensor]:
         assert self.reader is not None
-        return self.reader.beside(self.images, ids_T.to(device))
+        return self.reader.arguments(self.images, ids_T.to(device))
 
     def _ids(self, text: str, special: bool) -> Tensor:
         assert self.reader is not None

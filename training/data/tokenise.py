@@ -158,6 +158,8 @@ def reader_of(
 ) -> Reader:
     """Return the function that makes a row's samples. Raises UserError for conversations without a chat template."""
     if column.kind == "tokens":
+        if images is not None:
+            raise UserError(f"rows of exact tokens ({column.name}) name no images; set data.column=messages, or data.images=false")
         return lambda row, where, stats: read_tokens(row, column.name, where, data.loss_on == "all")
     if column.kind == "text":
         return lambda row, where, stats: [whole(tokenizer(column.text(row, where), verbose=False)[IDS])]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.images import ImageReader
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
@@ -73,11 +72,7 @@ class _ForStarts(FeatureSource):
 
 
 def open_source(
-    recipe: Recipe,
-    drafters: Sequence[Drafter],
-    tokenizer: PreTrainedTokenizerBase,
-    samples: list[Sample],
-    images: ImageReader | None = None,
+    recipe: Recipe, drafters: Sequence[Drafter], tokenizer: PreTrainedTokenizerBase, samples: list[Sample]
 ) -> tuple[FeatureSource, str | None]:
     """Return the feature source shared by a run's drafters, and a summary of the feature cache, if any.
 
@@ -85,7 +80,7 @@ def open_source(
     """
     backbone, cache, taps = drafters[0].backbone, recipe.cache, taps_of(drafters)
     if cache.dir is None:
-        source = computed(recipe, backbone, taps, images)
+        source = computed(recipe, backbone, taps)
         _read_by(backbone, source)
         return source, None if recipe.features.endpoint is None else f"from {', '.join(recipe.features.endpoint)}"
     form, folder = format_of(cache, backbone, taps), Path(cache.dir)
@@ -98,10 +93,10 @@ def open_source(
     return cached, f"{folder}: {len(manifest.shards)} shards, {cache.dtype}"
 
 
-def computed(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...], images: ImageReader | None = None) -> FeatureSource:
+def computed(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...]) -> FeatureSource:
     """Return the source that computes features, here or on servers. Raises UserError."""
     if recipe.features.endpoint is None:
-        return LiveFeatures(backbone, taps, images)
+        return LiveFeatures(backbone, taps)
     if not isinstance(backbone, HeadOnlyBackbone):
         raise UserError("drafter.layers prunes the backbone, whose layers are not here with features.endpoint; give drafter.path instead")
     return ServedFeatures(recipe.features, backbone, taps)

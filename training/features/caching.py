@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from headstart.chat.images import ImageReader
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.model_config import end_tokens
@@ -42,7 +41,6 @@ class PlannedCache:
     form: CacheFormat
     splits: Splits
     backbone: Backbone
-    images: ImageReader | None
 
 
 def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
@@ -76,7 +74,7 @@ def _source(recipe: Recipe, planned: PlannedCache) -> FeatureSource:
     kept = planned.manifest.folder / FOLDER
     if recipe.features.endpoint is not None and kept.is_dir() and isinstance(planned.backbone, HeadOnlyBackbone):
         return KeptFeatures(recipe, planned.backbone, planned.form.taps)
-    return computed(recipe, planned.backbone, planned.form.taps, planned.images)
+    return computed(recipe, planned.backbone, planned.form.taps)
 
 
 def _plan(recipe: Recipe) -> PlannedCache:
@@ -99,7 +97,7 @@ def _plan(recipe: Recipe) -> PlannedCache:
     if manifest is None:
         manifest = Manifest(folder, contents, plan_shards(splits.train, form, cache.shard_mb))
     manifest.require(contents)
-    return PlannedCache(manifest, replace(form, taps=manifest.taps), splits, backbone, images)
+    return PlannedCache(manifest, replace(form, taps=manifest.taps), splits, backbone)
 
 
 def open_kept(recipe: Recipe) -> KeptFeatures:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import Cache
 
-from headstart.chat.images import ImageFile, ImageReader
+from headstart.chat.images import ImageFile
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features, stack_rows
 from headstart.heads.backbone.images import Images, with_positions
@@ -60,11 +60,11 @@ class FeatureSource(ABC):
 class LiveFeatures(FeatureSource):
     """Runs the backbone in its own dtype, as in decoding."""
 
-    def __init__(self, backbone: Backbone, taps: tuple[int, ...], images: ImageReader | None = None) -> None:
-        self.backbone, self.taps, self.images = backbone, taps, images
+    def __init__(self, backbone: Backbone, taps: tuple[int, ...]) -> None:
+        self.backbone, self.taps = backbone, taps
 
     def for_starts(self, taps: tuple[int, ...]) -> FeatureSource:
-        return LiveFeatures(self.backbone, taps, self.images)
+        return LiveFeatures(self.backbone, taps)
 
     def probe(self, tokens_1T: Tensor) -> Features:
         return self.backbone.read(tokens_1T, taps=tuple(range(self.backbone.num_layers + 1)))
@@ -85,22 +85,14 @@ class LiveFeatures(FeatureSource):
         features = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, taps=self.taps)
         return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=batch.document_BT)
 
-    def _apart(self, tokens_T: Tensor, document_T: Tensor, images: Sequence[tuple[ImageFile, ...]]) -> Features:
+    def _apart(self, tokens_T: Tensor, document_T: Tensor, images: Sequence[Sequence[ImageFile]]) -> Features:
         """Return the features of a row's samples, each read by itself, with its images, in the model's own forward pass."""
-        parts = []
-        for number, files in enumerate(images):
-            own_T = tokens_T[document_T == number]
-            parts.append(self.backbone.read(own_T[None], taps=self.taps, images=images_of(self.backbone, own_T, files, self.images)))
-        return join_features(parts)
+        samples = [(tokens_T[document_T == number], files) for number, files in enumerate(images)]
+        return join_features([self.backbone.read(own[None], taps=self.taps, images=self.images(own, files)) for own, files in samples])
 
-
-def images_of(backbone: Backbone, tokens_T: Tensor, files: tuple[ImageFile, ...], reader: ImageReader | None) -> Images | None:
-    """Return a text's images as the backbone reads them; None if there are none. Raises UserError for a file that has changed."""
-    if not files:
-        return None
-    assert reader is not None
-    tokens_T = tokens_T.to(backbone.device)
-    return with_positions(backbone.model, tokens_T[None], reader.beside(reader.again(files), tokens_T))
+    def images(self, tokens_T: Tensor, files: Sequence[ImageFile]) -> Images | None:
+        """Return a text's images as the backbone reads them; None if there are none. Raises UserError for a file that has changed."""
+        return with_positions(self.backbone.model, tokens_T[None], files[0].reader.beside(files, tokens_T)) if files else None
 
 
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:

@@ -7,8 +7,11 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,7 +84,24 @@ def sample_page(report: dict[str, Any], recipe: str) -> str:
     about = "What is trained on, token by token; the id of a token is shown where the pointer rests on it."
     text = Markup("<div class=text>{}</div>").format(Markup("").join(spans))
     check = [data["check"]["said"]] if data["check"] else []
-    return page("training sample", [f"{recipe}: {data['summary']}", *check], [Section(f"Sample {report['row']}", about, [legend, text])])
+    shown = [
+        Markup('<p><img src="{}" alt="" height=160><br>{}</p>').format(_inline(one["name"]), _described(one)) for one in report["images"]
+    ]
+    sections = [Section(f"Sample {report['row']}", about, [legend, *shown, text])]
+    return page("training sample", [f"{recipe}: {data['summary']}", *check], sections)
+
+
+def _described(image: dict[str, Any]) -> str:
+    """Say which image of a sample it is."""
+    (width, height), (start, end) = image["size"], image["place"]
+    return f"{image['name'][:60]}: {width} x {height} pixels, {image['tokens']} tokens ({start} to {end - 1}), no labels"
+
+
+def _inline(name: str) -> str:
+    """Return an image's data: URL."""
+    if name.startswith("data:"):
+        return name
+    return f"data:{mimetypes.guess_type(name)[0]};base64,{base64.b64encode(Path(name).expanduser().read_bytes()).decode()}"
 
 
 def _span(token: dict[str, Any], part: str) -> Markup:
@@ -111,6 +131,9 @@ def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any
     report = {
         "row": row,
         "sample": [asdict(token) for token in tokens],
+        "images": [
+            {"name": one.name, "size": one.size, "tokens": one.tokens, "place": [one.start, one.end]} for one in splits.train[row].images
+        ],
         "data": data_statistics(recipe, splits),
         "contract": contract(recipe, models, tokenizer),
         "vocabulary": vocabulary_coverage(recipe, models, splits),
@@ -195,7 +218,8 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
     labels = sum(token["loss"] for token in report["sample"])
     packed = [("packed", f"into {data['packed']['rows']:,} rows, {data['packed']['fill']:.1%} full")] if "packed" in data else []
     return [
-        labelled([("sample", f"{report['row']}: {len(report['sample'])} tokens, {labels} of them label tokens")]),
+        labelled([("sample", f"{report['row']}: {len(report['sample'])} tokens, {labels} of them label tokens"),
+                  *(("image", _described(one)) for one in report["images"])]),
         sample,
         "",
         labelled([

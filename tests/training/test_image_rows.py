@@ -1,0 +1,168 @@
+"""Training on rows with images: read by the model's own pass, live and from a cache, the same again when resumed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_models import make_image_model
+from PIL import Image
+from safetensors.torch import load_file
+from small_run import read_log
+from transformers import AutoModelForImageTextToText
+
+from headstart.cli.main import main
+from headstart.heads.backbone import images as backbone_images
+from headstart.inference.capture.capture import warn_once
+from headstart.inference.generate import load
+from headstart.support.errors import UserError
+from headstart.training.data.packing import collate
+from headstart.training.features.source import LiveFeatures
+from headstart.training.recipe.recipe import load_recipe
+from headstart.training.recipe.yaml_text import dump_yaml
+from headstart.training.setup import Run, prepare
+
+FAMILIES = ["gemma3", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "gemma4", "smolvlm"]
+ANSWERS = ("It is four.", "Six, I think.")
+
+
+def picture(name: str | Path) -> dict[str, Any]:
+    return {"type": "image", "image": str(name)}
+
+
+def question(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]}
+
+
+def answer(number: int) -> dict[str, str]:
+    return {"role": "assistant", "content": ANSWERS[number % 2]}
+
+
+def make_rows(folder: Path) -> list[dict[str, Any]]:
+    """Twenty rows: text alone, an image before the question, several turns with an image each."""
+    for i in range(4):
+        Image.effect_noise((40 + 20 * i, 36), 90).save(folder / f"{i}.png")
+    rows = []
+    for i in range(20):
+        first, second = folder / f"{i % 4}.png", folder / f"{(i + 1) % 4}.png"
+        if i % 4 == 0:
+            turns = [question("What is two?"), answer(i)]
+        elif i % 4 == 1:
+            turns = [question(picture(first), "What is two?"), answer(i)]
+        else:
+            shown = {"type": "image_url", "image_url": {"url": str(second)}}
+            turns = [question("What is", picture(first), "?"), answer(i), question("And", shown, "three?"), answer(i + 1)]
+        rows.append({"messages": turns})
+    return rows
+
+
+def make(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a model, rows and a recipe; returns the recipe."""
+    processor = make_image_model(folder / "model", family)
+    if family != "gemma3":
+        monkeypatch.setattr(backbone_images, "load_processor", lambda path, trust_remote_code: processor)
+    write(folder, make_rows(folder))
+    recipe = {
+        "backbone": {"path": str(folder / "model"), "dtype": "fp32"},
+        "drafter": {"kind": "eagle3", "depth": 2},
+        "data": {"train": str(folder / "rows.jsonl"), "images": True, "eval_rows": 2, "max_length": 384},
+        "train": {"steps": 2, "batch_size": 4, "lr": 3e-3},
+        "eval": {"prompts": 2, "max_new_tokens": 8},
+        "save": {"dir": str(folder / "out")},
+        "log": {"every": 1},
+    }
+    (folder / "recipe.yaml").write_text(dump_yaml(recipe))
+    return folder / "recipe.yaml"
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe that runs have not been made of."""
+    return make(tmp_path_factory.mktemp("rows"), "gemma3", pytest.MonkeyPatch())
+
+
+def prepared(recipe: Path, tmp_path: Path, *changes: str) -> Run:
+    return prepare(load_recipe(recipe, [f"save.dir={tmp_path / 'out'}", *changes]))
+
+
+@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])])
+def test_two_steps_live_from_a_cache_and_resumed(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = str(make(tmp_path, family, monkeypatch))
+    assert main(["train", recipe]) == 0
+    tau = [line for line in read_log(tmp_path / "out") if "tau" in line]
+    assert len(tau) == 1, "prompts with images are decoded"
+    parts = [recipe, f"save.dir={tmp_path / 'parts'}"]
+    assert main(["train", *parts, "train.steps=1"]) == main(["train", *parts]) == 0
+    whole, resumed = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("out", "parts"))
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+    cache = [recipe, f"cache.dir={tmp_path / 'cache'}", "cache.dtype=exact"]
+    assert main(["cache", *cache]) == 0
+    shutil.move(tmp_path / "model" / "model.safetensors", tmp_path / "whole.safetensors")
+    _without_tower(tmp_path)
+    assert main(["train", *cache, f"save.dir={tmp_path / 'cached'}"]) == 0
+    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "out"), rel=1e-4)
+
+
+def _without_tower(folder: Path) -> None:
+    """Leave what reads images out of the model's file."""
+    from safetensors.torch import save_file
+
+    weights = {name: one for name, one in load_file(folder / "whole.safetensors").items() if "vision" not in name and "visual" not in name}
+    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_are_the_answers_alone_and_features_the_models_own(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = prepared(make(tmp_path, family, monkeypatch), tmp_path, "train.batch_size=2")
+    reader = next(image.reader for sample in run.feed.samples for image in sample.images)
+    processor, model = reader.processor, AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    rows = {len(sample.images): sample for sample in run.feed.samples}
+    assert sorted(rows) == [0, 1, 2]
+    alone = [processor(text=[f"{text}<|im_end|>"], add_special_tokens=False)["input_ids"][0] for text in ANSWERS]
+    assert rows[1].tokens[rows[1].loss_mask].tolist() in alone
+    assert rows[2].tokens[rows[2].loss_mask].tolist() in (alone[0] + alone[1], alone[1] + alone[0])
+    for sample in rows.values():
+        assert not sample.loss_mask[sample.tokens == reader.token].any()
+        assert (sample.tokens == reader.token).sum() == sum(image.tokens for image in sample.images)
+    images = [Image.open(image.name).convert("RGB") for image in rows[2].images]
+    text = processor.tokenizer.decode(rows[2].tokens)
+    inputs = processor(images=images, text=[_places(text, rows[2].images, rows[2].tokens, reader)], add_special_tokens=False, return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == rows[2].tokens.tolist()
+    with torch.no_grad():
+        expected_TD = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+    source, batch = LiveFeatures(run.backbone, ()), collate([rows[0], rows[2], rows[1]], [[0], [1, 2]])
+    found = source.read(batch)
+    length, last = len(rows[2].tokens), len(rows[0].tokens)
+    torch.testing.assert_close(found.hidden_BTD[1, :length], expected_TD, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.hidden_BTD[0, :last], source.read(collate([rows[0]], [[0]])).hidden_BTD[0])
+    packed_TD = found.hidden_BTD[1, length : length + len(rows[1].tokens)]
+    torch.testing.assert_close(packed_TD, source.read(collate([rows[1]], [[0]])).hidden_BTD[0])
+
+
+def _places(text: str, images: Any, tokens: torch.Tensor, reader: Any) -> str:
+    """A text whose images are places again."""
+    decode, parts, start = reader.processor.tokenizer.decode, [], 0
+    for image in images:
+        parts.append(decode(tokens[start : image.start]))
+        start = image.end
+    parts.append(decode(tokens[start:]))
+    expanded = decode(reader.inputs(reader.place, [Image.open(images[0].name).convert("RGB")], "")["input_ids"][0])
+    before, _, after = expanded.partition("<image>")
+    after = expanded.rpartition("<image>")[2]
+    joined = parts[0].removesuffix(before)
+    for part in parts[1:]:
+        joined += reader.place + part.removeprefix(after).removesuffix(before)
+    return joined
