@@ -147,7 +147,8 @@ TEMPLATE = (
 def make_image_model(folder: Path, family: str = "gemma3") -> ProcessorMixin:
     """Write a random model of 384 positions with its tokenizer, and Gemma-3 with its processor, which is returned."""
     tokenizer = make_tokenizer(TEMPLATE, special="<|im_start|> <|im_end|> <image> <boi> <eoi> <video>")
-    named = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "audio_token": "<video>"}
+    named = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    named |= dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<video>")
     tokenizer._set_model_specific_special_tokens(named)
     processor = processor_of(family, tokenizer)
     names = {IMAGE: "<image>", START: "<boi>", END: "<eoi>"}
@@ -190,10 +191,12 @@ def processor_of(family: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMi
         images = Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 32 * 32, "longest_edge": 64 * 64})
         return (Qwen25 if family == "qwen2.5-vl" else Qwen3)(images, tokenizer, None)
     if family.startswith("gemma4"):
-        tokenizer.chat_template = TEMPLATE.replace("<boi>", "<image>")
+        tokenizer.chat_template, tokenizer.pad_token = TEMPLATE.replace("<boi>", "<image>"), "</s>"
         return Gemma4(None, Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70), tokenizer, None)
     if family == "gemma3":
         return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4)
     tokenizer.chat_template = TEMPLATE.replace("<boi>", "<image>")
     side = {"longest_edge": 32}
-    return Idefics3Processor(Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False), tokenizer, image_seq_len=4)
+    return Idefics3Processor(
+        Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False), tokenizer, image_seq_len=4
+    )

@@ -21,7 +21,9 @@ from headstart.heads.backbone import images as backbone_images
 from headstart.inference.capture.capture import warn_once
 from headstart.inference.generate import load
 from headstart.support.errors import UserError
+from headstart.support.text import token_texts
 from headstart.training.data.packing import collate
+from headstart.training.evaluation import evaluate
 from headstart.training.features.source import LiveFeatures
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import dump_yaml
@@ -138,8 +140,8 @@ def test_labels_are_the_answers_alone_and_features_the_models_own(family: str, t
         assert not sample.loss_mask[sample.tokens == reader.token].any()
         assert (sample.tokens == reader.token).sum() == sum(image.tokens for image in sample.images)
     images = [Image.open(image.name).convert("RGB") for image in rows[2].images]
-    text = processor.tokenizer.decode(rows[2].tokens)
-    inputs = processor(images=images, text=[_places(text, rows[2].images, rows[2].tokens, reader)], add_special_tokens=False, return_tensors="pt")
+    text = _places(rows[2].images, rows[2].tokens, reader)
+    inputs = processor(images=images, text=[text], add_special_tokens=False, return_tensors="pt")
     assert inputs["input_ids"][0].tolist() == rows[2].tokens.tolist()
     with torch.no_grad():
         expected_TD = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
@@ -152,7 +154,120 @@ def test_labels_are_the_answers_alone_and_features_the_models_own(family: str, t
     torch.testing.assert_close(packed_TD, source.read(collate([rows[1]], [[0]])).hidden_BTD[0])
 
 
-def _places(text: str, images: Any, tokens: torch.Tensor, reader: Any) -> str:
+def test_what_prompts_with_images_are_evaluated_on_is_what_generate_writes(shared: Path, tmp_path: Path) -> None:
+    run = prepared(shared, tmp_path, "train.batch_size=2", "eval.prompts=2")
+    prompt = next(prompt for prompt in run.prompts if prompt.images)
+    found = evaluate(run.drafter, [prompt], run.recipe.eval, 0, run.tokenizer)
+    model = AutoModelForImageTextToText.from_pretrained(shared.parent / "model", dtype=torch.float32)
+    ids = prompt.tokens[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | prompt.images[0].reader.beside(prompt.images, prompt.tokens)
+    alone = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, len(prompt.tokens) :].tolist()
+    assert found["examples"][0]["tokens"] == token_texts(run.tokenizer, alone)
+
+
+def test_heads_that_have_seen_images_say_nothing(shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["train", str(shared), f"save.dir={tmp_path / 'out'}", "train.steps=1", "eval.prompts=1"]) == 0
+    model = AutoModelForImageTextToText.from_pretrained(shared.parent / "model", dtype=torch.float32)
+    sample = next(sample for sample in prepared(shared, tmp_path / "other").feed.samples if sample.images)
+    ids = sample.cut(int(sample.loss_mask.nonzero()[0])).tokens[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | sample.images[0].reader.beside(sample.images[:1], ids[0])
+    for seen, data in ((True, {}), (False, {"images": False})):
+        warn_once.cache_clear()
+        caplog.clear()
+        card = json.loads((file := tmp_path / "out" / "headstart.json").read_text())
+        card["provenance"]["recipe"]["data"] |= data
+        file.write_text(json.dumps(card))
+        heads = load(tmp_path / "out", model, capture="off")
+        model.generate(**inputs, custom_generate=heads.generate, max_new_tokens=4)
+        assert ("have seen no images" in caplog.text) is not seen
+
+
+def test_a_changed_image_is_noticed(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(shared.parent, tmp_path / "copy")
+    text = (folder / "rows.jsonl").read_text().replace(str(shared.parent), str(folder))
+    (folder / "rows.jsonl").write_text(text)
+    changes = [f"data.train={folder / 'rows.jsonl'}", f"save.dir={folder / 'out'}", f"cache.dir={folder / 'cache'}"]
+    assert main(["cache", str(shared), *changes]) == 0
+    run = prepare(load_recipe(shared, [*changes, "cache.dir=null"]))
+    Image.effect_noise((60, 36), 20).save(folder / "1.png")
+    rows = [[i] for i, sample in enumerate(run.feed.samples) if any(image.name.endswith("1.png") for image in sample.images)]
+    with pytest.raises(UserError, match=r"1.png has changed since its row was read"):
+        run.source.read(collate(run.feed.samples, rows))
+    capsys.readouterr()
+    assert main(["train", str(shared), *changes]) == 2
+    assert "is a cache of something else: the rows of data.train" in capsys.readouterr().err
+
+
+def test_inspect_shows_the_images_of_a_row(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, file = tmp_path / "page.html", tmp_path / "found.json"
+    assert main(["inspect", str(shared), "--row", "1", "--html", str(page), "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    (first, second), texts = found["images"], [token["text"] for token in found["sample"]]
+    assert (first["size"], first["tokens"]) == ([80, 36], 4) and second["size"] == [100, 36]
+    start, end = first["place"]
+    assert texts[start:end] == ["<image>"] * 4 and not any(token["loss"] for token in found["sample"] if token["text"] == "<image>")
+    name = first["name"][:60]
+    assert f"{name}: 80 x 36 pixels, 4 tokens ({start} to {end - 1}), no labels" in " ".join(capsys.readouterr().out.split())
+    assert base64.b64encode(Path(first["name"]).read_bytes()).decode() in page.read_text()
+
+
+URL = {"type": "image", "url": "https://example.org/a.png"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "beside", "said"),
+    [
+        ([question(picture("none.png"), "?")], {}, "row 1: image none.png: there is no such file"),
+        ([question(picture("rows.jsonl"), "?")], {}, "image rows.jsonl cannot be read as an image (Pillow knows no such format)"),
+        ([question(URL, "?")], {}, "image https://example.org/a.png: nothing is fetched"),
+        ([question({"type": "image"}, "?")], {}, 'row 1 has 0 images for 1 parts {"type": "image"} that name none'),
+        ([question("?")], {"images": ["0.png"]}, "row 1 has 1 images for 0 parts"),
+        ([question({"type": "image"}, "?")], {"images": [{"bytes": "a"}]}, "images are a list of files or data: URLs"),
+        ([question("a <boi>", picture("0.png"))], {}, "the prompt has 2 places for images (<boi>), and 1 are given"),
+        ([question("a <image>", picture("0.png"))], {}, "row 1 has 1 more tokens of images than its images give"),
+        ([question("?"), {"role": "assistant", "content": [picture("0.png")]}], {}, "turn 1: content has a part of type 'image'"),
+        (
+            [question({"type": "video", "video": "a.mp4"})],
+            {},
+            "a part of type 'video'; heads are for text, and images in files",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_read(
+    turns: list[Any], beside: dict[str, Any], said: str, shared: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(shared.parent / "0.png", tmp_path)
+    write(tmp_path, [{"messages": [*turns, answer(0)], **beside}, *[{"messages": [question("?"), answer(0)]}] * 4])
+    assert main(["inspect", str(shared), f"data.train={tmp_path / 'rows.jsonl'}", "data.on_bad_row=error", "data.eval_rows=0"]) == 2
+    assert said in (err := capsys.readouterr().err) and err.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "said"),
+    [
+        ("inspect", ["data.images=false"], "row 1: a turn has an image; train with data.images=true"),
+        ("inspect", ["data.max_length=8"], "data.max_length=8 cuts image "),
+        ("train", ["data.overlong=split"], "data.overlong does not split rows with images"),
+        ("train", ["data.loss_on=all"], "data.loss_on is assistant with images"),
+        ("train", ["objective.on_policy=0.5"], "objective.on_policy reads drafts behind text alone"),
+        ("train", ["backbone.lora={rank: 2}"], "backbone.lora is trained on text alone"),
+        ("train", ["features.endpoint=http://localhost:1"], "features.endpoint serves text alone"),
+        ("train", ["backbone.path=embedded"], "embedded reads no images"),
+        ("regenerate", ["regenerate.out=x.jsonl"], "prompts with images are not regenerated yet"),
+    ],
+)
+def test_what_takes_no_images_says_so(
+    command: str, changes: list[str], said: str, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": [question(picture(shared.parent / "0.png"), "What?"), answer(0)]}] * 5
+    write(tmp_path, rows)
+    assert main([command, str(shared), f"data.train={tmp_path / 'rows.jsonl'}", "data.on_bad_row=error", *changes]) == 2
+    assert said in capsys.readouterr().err
+
+
+def _places(images: Any, tokens: torch.Tensor, reader: Any) -> str:
     """A text whose images are places again."""
     decode, parts, start = reader.processor.tokenizer.decode, [], 0
     for image in images:
