@@ -28,6 +28,11 @@ from headstart.support.errors import UserError, cause
 from headstart.support.files import require_file, value_hash
 
 
+def shown(name: str) -> str:
+    """Return a name for a line: of a data: URL the beginning."""
+    return name[:60] if name.startswith("data:") else name
+
+
 def read_image(name: str, what: str = "--image") -> tuple[Any, str]:
     """Read an image, as RGB, and hash its file. Raises UserError, which begins with ``what``, for what is missing, remote or no image."""
     try:
@@ -43,7 +48,7 @@ def read_image(name: str, what: str = "--image") -> tuple[Any, str]:
         return Image.open(BytesIO(held)).convert("RGB"), hashlib.sha256(held).hexdigest()
     except Exception as error:  # what Pillow raises depends on the format and on the damage
         why = "Pillow knows no such format" if isinstance(error, UnidentifiedImageError) else cause(error)
-        raise UserError(f"{what} {name[:60]} cannot be read as an image ({why}); give a PNG or JPEG file") from None
+        raise UserError(f"{what} {shown(name)} cannot be read as an image ({why}); give a PNG or JPEG file") from None
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,8 @@ class ImageFile:
     """Width and height in pixels."""
     tokens: int
     """That stand for its features."""
-    start: int = 0
-    """The first of them in a sample."""
-    end: int = 0
-    """After the last of them."""
+    place: tuple[int, int] = (0, 0)
+    """In a sample, of the first of them and after the last."""
 
 
 class ImageReader:
@@ -96,7 +99,7 @@ class ImageReader:
         found = [read_image(file.name, "image") for file in files]
         for file, (_, digest) in zip(files, found, strict=True):
             if file.digest != value_hash([digest, self._settings]):
-                raise UserError(f"image {file.name[:60]} has changed since its row was read; restore it, or begin anew")
+                raise UserError(f"image {shown(file.name)} has changed since its row was read; restore it, or begin anew")
         return self.arguments([image for image, _ in found], ids_T)
 
     def arguments(self, images: Sequence[Any], ids_T: Tensor) -> dict[str, Tensor]:
@@ -113,7 +116,7 @@ class ImageReader:
         places, found = [place for place, token in enumerate(ids) if token == self.token], []
         for file in files:
             if own := places[: file.tokens]:
-                found.append(replace(file, start=own[0], end=own[-1] + 1))
+                found.append(replace(file, place=(own[0], own[-1] + 1)))
             places = places[file.tokens :]
         if places:
             raise UserError(f"{where} has {len(places)} more tokens of images than its images give; leave them out")
@@ -154,13 +157,8 @@ class ImageChat(Chat):
         return self.asked([(super().applied(messages, tools, tokenize=False), len(image_parts(messages)))])[0]
 
     def asked(self, prompts: Sequence[tuple[str, int]]) -> list[list[int]]:
-        return [self._ids(text, [image for image, _ in self.images[:count]]) for text, count in prompts]
-
-    def _ids(self, text: str, images: Sequence[Any]) -> list[int]:
-        if not images and self.reader.place not in text:
-            return self.tokens([text])[0]
-        ids: list[int] = self.reader.inputs(text, images, self.where)["input_ids"][0].tolist()
-        return ids
+        images = [image for image, _ in self.images]
+        return [self.reader.inputs(text, images[:count], self.where)["input_ids"][0].tolist() for text, count in prompts]
 
 
 def make_chat(tokenizer: PreTrainedTokenizerBase, settings: ChatSettings, reader: ImageReader | None) -> Chat:
@@ -173,7 +171,7 @@ class ImagePrompter(Prompter):
     """Prompts in which the images stand before the first question; without a template, where the text has places for them."""
 
     images: tuple[Any, ...] = ()
-    reader: ImageReader | None = None
+    reader: ImageReader = field(kw_only=True)
 
     def begin(self, text: str) -> Tensor:
         return self._ids(text, True)
@@ -191,9 +189,7 @@ class ImagePrompter(Prompter):
         return {"role": ASSISTANT, "content": self.tokenizer.decode(answer_T, skip_special_tokens=True)}
 
     def beside(self, ids_T: Tensor, device: torch.device) -> dict[str, Tensor]:
-        assert self.reader is not None
         return self.reader.arguments(self.images, ids_T.to(device))
 
     def _ids(self, text: str, special: bool) -> Tensor:
-        assert self.reader is not None
         return self.reader.inputs(text, self.images, "--image", special)["input_ids"][0]

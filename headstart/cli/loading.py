@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from contextvars import copy_context
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
@@ -14,7 +15,7 @@ from headstart.chat.prompts import Prompter, require_prompts
 from headstart.chat.template import ChatSettings
 from headstart.heads.backbone.adapter import find_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.model_config import end_tokens, read_end_tokens, read_sizes, reading_images
+from headstart.heads.backbone.model_config import WITH_IMAGES, end_tokens, read_end_tokens, read_sizes
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import chat_settings, read_metadata, require_adapter, require_sizes
 from headstart.heads.methods import find_drafter
@@ -68,7 +69,7 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
     images = tuple(read_image(name)[0] for name in args.image)
     reader = image_reader(name, trust_remote_code=args.trust_remote_code)
     tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template
-    return ImagePrompter(tokenizer, style, prompt_tokens, settings, images, reader)
+    return ImagePrompter(tokenizer, style, prompt_tokens, settings, images, reader=reader)
 
 
 def _require_files(name: str, heads: list[str], args: argparse.Namespace) -> None:
@@ -112,8 +113,9 @@ def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
     """Load the frozen backbone, with --adapter, and set the number of CPU threads."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    with reading_images(bool(vars(args).get("image"))):
-        backbone = load_backbone(name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    context = copy_context()
+    context.run(WITH_IMAGES.set, bool(vars(args).get("image")))
+    backbone = context.run(load_backbone, name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     if args.adapter is not None:
         backbone.attach(args.adapter)
     return backbone

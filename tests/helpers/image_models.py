@@ -12,24 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from chat_templates import make_tokenizer
 from families import texts
 from shrink import WIDTH, published, shrink
 from tiny_models import CHANGES, CONFIG_MAPPING, Fields, built, merged, small
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import (
-    AutoModelForImageTextToText,
-    Gemma3Processor,
-    Gemma4Processor,
-    GenerationConfig,
-    Idefics3Processor,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Qwen2_5_VLProcessor,
-    Qwen3VLProcessor,
-)
+from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -165,23 +155,9 @@ def make_image_model(folder: Path, family: str = "gemma3") -> ProcessorMixin:
     return processor
 
 
-class WithoutVideos:
-    """A processor whose videos, which torchvision reads, are left out."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
-        pass
-
-
-class Qwen25(WithoutVideos, Qwen2_5_VLProcessor):
-    pass
-
-
-class Qwen3(WithoutVideos, Qwen3VLProcessor):
-    pass
-
-
-class Gemma4(WithoutVideos, Gemma4Processor):
-    pass
+def without_videos(kind: Any) -> Any:
+    """A class of processors without their videos, which torchvision reads."""
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *arguments: None})
 
 
 def processor_of(family: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
@@ -189,14 +165,16 @@ def processor_of(family: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMi
     if family.startswith("qwen"):
         tokenizer.chat_template = TEMPLATE.replace("'<boi>'", "'<boi><image><eoi>'")
         images = Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 32 * 32, "longest_edge": 64 * 64})
-        return (Qwen25 if family == "qwen2.5-vl" else Qwen3)(images, tokenizer, None)
+        kind = transformers.Qwen2_5_VLProcessor if family == "qwen2.5-vl" else transformers.Qwen3VLProcessor
+        return without_videos(kind)(images, tokenizer, None)
     if family.startswith("gemma4"):
         tokenizer.chat_template, tokenizer.pad_token = TEMPLATE.replace("<boi>", "<image>"), "</s>"
-        return Gemma4(None, Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70), tokenizer, None)
+        images = Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70)
+        return without_videos(transformers.Gemma4Processor)(None, images, tokenizer, None)
     if family == "gemma3":
-        return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4)
+        return transformers.Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4)
     tokenizer.chat_template = TEMPLATE.replace("<boi>", "<image>")
     side = {"longest_edge": 32}
-    return Idefics3Processor(
+    return transformers.Idefics3Processor(
         Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False), tokenizer, image_seq_len=4
     )

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from small_run import read_log
 from transformers import AutoModelForImageTextToText
 
+from headstart.chat.images import as_parts
+from headstart.chat.parts import image_parts
 from headstart.cli.main import main
 from headstart.heads.backbone import images as backbone_images
 from headstart.inference.capture.capture import warn_once
@@ -57,8 +59,7 @@ def make_rows(folder: Path) -> list[dict[str, Any]]:
         elif i % 4 == 1:
             turns = [question(picture(first), "What is two?"), answer(i)]
         else:
-            shown = {"type": "image_url", "image_url": {"url": str(second)}}
-            turns = [question("What is", picture(first), "?"), answer(i), question("And", shown, "three?"), answer(i + 1)]
+            turns = [question("What is", picture(first), "?"), answer(i), question("And", picture(second), "three?"), answer(i + 1)]
         rows.append({"messages": turns})
     return rows
 
@@ -139,8 +140,14 @@ def test_labels_are_the_answers_alone_and_features_the_models_own(family: str, t
     for sample in rows.values():
         assert not sample.loss_mask[sample.tokens == reader.token].any()
         assert (sample.tokens == reader.token).sum() == sum(image.tokens for image in sample.images)
-    images = [Image.open(image.name).convert("RGB") for image in rows[2].images]
-    text = _places(rows[2].images, rows[2].tokens, reader)
+    names = [image.name for image in rows[2].images]
+    turns = next(
+        row["messages"]
+        for row in map(json.loads, (tmp_path / "rows.jsonl").open())
+        if [part["image"] for part in image_parts(row["messages"])] == names
+    )
+    text = processor.tokenizer.apply_chat_template(as_parts(turns), tokenize=False).removesuffix("\n")
+    images = [Image.open(name).convert("RGB") for name in names]
     inputs = processor(images=images, text=[text], add_special_tokens=False, return_tensors="pt")
     assert inputs["input_ids"][0].tolist() == rows[2].tokens.tolist()
     with torch.no_grad():
@@ -211,7 +218,7 @@ def test_inspect_shows_the_images_of_a_row(shared: Path, tmp_path: Path, capsys:
     assert base64.b64encode(Path(first["name"]).read_bytes()).decode() in page.read_text()
 
 
-URL = {"type": "image", "url": "https://example.org/a.png"}
+URL = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 
 
 @pytest.mark.parametrize(
@@ -250,7 +257,7 @@ def test_rows_that_cannot_be_read(
         ("inspect", ["data.images=false"], "row 1: a turn has an image; train with data.images=true"),
         ("inspect", ["data.max_length=8"], "data.max_length=8 cuts image "),
         ("train", ["data.overlong=split"], "data.overlong does not split rows with images"),
-        ("train", ["data.loss_on=all"], "data.loss_on is assistant with images"),
+        ("train", ["data.loss_on=all"], "data.loss_on is assistant with data.images"),
         ("train", ["objective.on_policy=0.5"], "objective.on_policy reads drafts behind text alone"),
         ("train", ["backbone.lora={rank: 2}"], "backbone.lora is trained on text alone"),
         ("train", ["features.endpoint=http://localhost:1"], "features.endpoint serves text alone"),
@@ -265,19 +272,3 @@ def test_what_takes_no_images_says_so(
     write(tmp_path, rows)
     assert main([command, str(shared), f"data.train={tmp_path / 'rows.jsonl'}", "data.on_bad_row=error", *changes]) == 2
     assert said in capsys.readouterr().err
-
-
-def _places(images: Any, tokens: torch.Tensor, reader: Any) -> str:
-    """A text whose images are places again."""
-    decode, parts, start = reader.processor.tokenizer.decode, [], 0
-    for image in images:
-        parts.append(decode(tokens[start : image.start]))
-        start = image.end
-    parts.append(decode(tokens[start:]))
-    expanded = decode(reader.inputs(reader.place, [Image.open(images[0].name).convert("RGB")], "")["input_ids"][0])
-    before, _, after = expanded.partition("<image>")
-    after = expanded.rpartition("<image>")[2]
-    joined = parts[0].removesuffix(before)
-    for part in parts[1:]:
-        joined += reader.place + part.removeprefix(after).removesuffix(before)
-    return joined

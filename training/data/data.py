@@ -33,10 +33,7 @@ FIRST = 100
 
 
 def checked_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
-    """Load the backbone's tokenizer, and what reads images if rows have some, once `check_data` has passed.
-
-    Raises UserError, also for conversations without a chat template.
-    """
+    """Load the tokenizer, and what reads the rows' images, once `check_data` has passed. Raises UserError, also without a chat template."""
     columns, tokenizer = check_data(recipe.data), load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
     images = read_images(recipe, tokenizer)
     for column in columns:

@@ -9,7 +9,7 @@ Shape suffixes: B batch, T positions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,9 +42,7 @@ class Batch:
         return any(len(row) > 1 for row in self.members)
 
     def to(self, device: torch.device) -> Batch:
-        return replace(
-            self, tokens_BT=self.tokens_BT.to(device), loss_mask_BT=self.loss_mask_BT.to(device), document_BT=self.document_BT.to(device)
-        )
+        return Batch(self.tokens_BT.to(device), self.loss_mask_BT.to(device), self.document_BT.to(device), self.members, self.images)
 
 
 def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:

@@ -42,7 +42,7 @@ class Sample:
 
     def cut(self, length: int) -> Self:
         """The first ``length`` tokens, with the images before their end."""
-        images = tuple(image for image in self.images if image.end <= length)
+        images = tuple(image for image in self.images if image.place[1] <= length)
         return type(self)(self.tokens[:length].clone(), self.loss_mask[:length].clone(), images)
 
 

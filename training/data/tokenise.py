@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.conversation import Continuation
-from headstart.chat.images import ImageFile, ImageReader, make_chat
+from headstart.chat.images import ImageFile, ImageReader, make_chat, shown
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
@@ -204,8 +204,8 @@ def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
     count = -(-length // most) if data.splits_long else 1
     # Pieces have equal lengths, since the remainder after full pieces could be too short.
     pieces = list(zip(sample.tokens.tensor_split(count), sample.loss_mask.tensor_split(count), strict=True)) if length else []
-    if cut := next((image for image in sample.images if image.start < most < image.end), None):
-        place = f"image {cut.name[:60]}, tokens {cut.start} to {cut.end - 1}"
+    if cut := next((image for image in sample.images if image.place[0] < most < image.place[1]), None):
+        place = f"image {shown(cut.name)}, tokens {cut.place[0]} to {cut.place[1] - 1}"
         raise UserError(f"{where}: data.max_length={most} cuts {place}; raise it, or set data.overlong=skip")
     kept = [replace(sample, tokens=tokens, loss_mask=loss_mask).cut(most) for tokens, loss_mask in pieces]
     kept = [piece for piece in kept if len(piece.tokens) >= MIN_TOKENS and piece.loss_mask.any()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -10,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.head_only import load_head_only
-from headstart.heads.backbone.model_config import load_config, loaded_dtype, quantizing, reading_images
+from headstart.heads.backbone.model_config import WITH_IMAGES, load_config, loaded_dtype, quantizing
 from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Cache, Recipe
 
@@ -47,8 +48,9 @@ def open_for_training(
     """Load what a recipe's run needs of the backbone; see `open_backbone`. Raises UserError."""
     section = recipe.backbone
     if not opens_head_only(recipe):
-        with reading_images(recipe.data.images):
-            return open_backbone(section, device, place)
+        context = copy_context()
+        context.run(WITH_IMAGES.set, recipe.data.images)
+        return context.run(open_backbone, section, device, place)
     return load_head_only(section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, device=device)
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.images import shown
 from headstart.chat.template import template_hash
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import read_end_tokens
@@ -84,24 +85,20 @@ def sample_page(report: dict[str, Any], recipe: str) -> str:
     about = "What is trained on, token by token; the id of a token is shown where the pointer rests on it."
     text = Markup("<div class=text>{}</div>").format(Markup("").join(spans))
     check = [data["check"]["said"]] if data["check"] else []
-    shown = [
-        Markup('<p><img src="{}" alt="" height=160><br>{}</p>').format(_inline(one["name"]), _described(one)) for one in report["images"]
-    ]
-    sections = [Section(f"Sample {report['row']}", about, [legend, *shown, text])]
+    img = Markup('<p><img src="{}" alt="" height=160><br>{}</p>')
+    pictures = [img.format(_inline(one["name"]), _said(one)) for one in report["images"]]
+    sections = [Section(f"Sample {report['row']}", about, [legend, *pictures, text])]
     return page("training sample", [f"{recipe}: {data['summary']}", *check], sections)
 
 
-def _described(image: dict[str, Any]) -> str:
-    """Say which image of a sample it is."""
+def _said(image: dict[str, Any]) -> str:
     (width, height), (start, end) = image["size"], image["place"]
-    return f"{image['name'][:60]}: {width} x {height} pixels, {image['tokens']} tokens ({start} to {end - 1}), no labels"
+    return f"{shown(image['name'])}: {width} x {height} pixels, {image['tokens']} tokens ({start} to {end - 1}), no labels"
 
 
 def _inline(name: str) -> str:
-    """Return an image's data: URL."""
-    if name.startswith("data:"):
-        return name
-    return f"data:{mimetypes.guess_type(name)[0]};base64,{base64.b64encode(Path(name).expanduser().read_bytes()).decode()}"
+    data = "" if name.startswith("data:") else base64.b64encode(Path(name).expanduser().read_bytes()).decode()
+    return f"data:{mimetypes.guess_type(name)[0]};base64,{data}" if data else name
 
 
 def _span(token: dict[str, Any], part: str) -> Markup:
@@ -127,13 +124,12 @@ def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any
     require_vocabulary(splits, models.backbone.vocab)
     if not 0 <= row < len(splits.train):
         raise UserError(f"--row {row}: there are samples 0 to {len(splits.train) - 1}")
-    tokens = read_tokens(splits.train[row], tokenizer)
+    sample = splits.train[row]
+    tokens = read_tokens(sample, tokenizer)
     report = {
         "row": row,
         "sample": [asdict(token) for token in tokens],
-        "images": [
-            {"name": one.name, "size": one.size, "tokens": one.tokens, "place": [one.start, one.end]} for one in splits.train[row].images
-        ],
+        "images": [{"name": one.name, "size": one.size, "tokens": one.tokens, "place": one.place} for one in sample.images],
         "data": data_statistics(recipe, splits),
         "contract": contract(recipe, models, tokenizer),
         "vocabulary": vocabulary_coverage(recipe, models, splits),
@@ -219,7 +215,7 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
     packed = [("packed", f"into {data['packed']['rows']:,} rows, {data['packed']['fill']:.1%} full")] if "packed" in data else []
     return [
         labelled([("sample", f"{report['row']}: {len(report['sample'])} tokens, {labels} of them label tokens"),
-                  *(("image", _described(one)) for one in report["images"])]),
+                  *(("image", _said(one)) for one in report["images"])]),
         sample,
         "",
         labelled([

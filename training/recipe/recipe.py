@@ -81,6 +81,8 @@ class Recipe(StrictModel):
 
     def _check_images(self) -> None:
         _refuse(
+            ("data.overlong", self.data.overlong == "split", "does not split rows with images; set truncate, skip or error"),
+            ("data.loss_on", self.data.loss_on == "all", "is assistant with data.images, whose tokens are no labels"),
             ("backbone.lora", self.backbone.lora is not None, "is trained on text alone; set it to null, or data.images to false"),
             ("backbone.shard", self.backbone.shard, "needs passes over text alone; set it or data.images to false"),
             ("features.endpoint", self.features.endpoint is not None, "serves text alone; set it to null, or data.images to false"),

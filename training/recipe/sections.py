@@ -206,10 +206,6 @@ class Data(StrictModel):
                 raise RuleError(
                     "columns", "stands in place of data.column, with data.format auto or text; set the others back", one.train[0].path
                 )
-        if self.images and self.overlong == "split":
-            raise RuleError("overlong", "does not split rows with images (data.images); set truncate, skip or error", self.overlong)
-        if self.images and self.loss_on == "all":
-            raise RuleError("loss_on", "is assistant with images (data.images), whose tokens are no labels", self.loss_on)
         return self
 
     @field_serializer("train")
