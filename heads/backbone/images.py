@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from headstart.chat.images import ImageReader
 from headstart.heads.backbone.gguf_file import find_gguf
@@ -101,9 +101,11 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMi
     return found
 
 
-def image_reader(path: str, *, trust_remote_code: bool = False) -> ImageReader:
-    """Load what reads images for a model. Raises UserError as `load_processor` does, and for a model that reads none."""
+def image_reader(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> ImageReader:
+    """Load what reads images for a model; a tokenizer without a chat template gets the processor's. Raises UserError if there is none."""
     token = placeholders(load_config(path, trust_remote_code=trust_remote_code)).get("image")
     if token is None or find_gguf(path) is not None:
         raise UserError(f"{path} reads no images; leave them out, or give a model that does")
-    return ImageReader(load_processor(path, trust_remote_code=trust_remote_code), token)
+    processor = load_processor(path, trust_remote_code=trust_remote_code)
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return ImageReader(processor, token)

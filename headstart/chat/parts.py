@@ -7,15 +7,12 @@ from typing import Any
 
 from headstart.support.errors import UserError
 
-NAMES = {"image": ("image", "url", "path"), "image_url": ("image_url",)}
-"""Type of a part that is an image -> the fields that may name it."""
-
 
 def named(part: dict[str, Any]) -> dict[str, Any]:
     """Return a part that is an image with its name alone, empty where it has none, and any other as it is."""
-    if part["type"] not in NAMES:
+    if part["type"] not in ("image", "image_url"):
         return part
-    name = next((part[field] for field in NAMES[part["type"]] if part.get(field) is not None), "")
+    name = next((part[field] for field in ("image", "image_url", "url", "path") if part.get(field) is not None), "")
     return {"type": "image", "image": name.get("url") if isinstance(name, dict) else name}
 
 
@@ -28,9 +25,8 @@ def image_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def name_images(messages: Sequence[dict[str, Any]], beside: Any, where: str) -> None:
     """Give images without a name the next of ``beside``. Raises UserError for more or fewer."""
     nameless = [part for part in image_parts(messages) if not part["image"]]
-    if not isinstance(beside, list) or not all(isinstance(name, str) for name in beside):
-        raise UserError(f"{where}: images are a list of files or data: URLs; got {type(beside).__name__}")
-    if len(beside) != len(nameless):
-        raise UserError(f'{where} has {len(beside)} images for {len(nameless)} parts {{"type": "image"}} that name none; give as many')
+    if not isinstance(beside, list) or len(beside) != len(nameless) or not all(isinstance(name, str) for name in beside):
+        many = f"{len(nameless)} files or data: URLs, one for each part {{'type': 'image'}} that names none"
+        raise UserError(f"{where}: images are a list of {many}; got {len(beside) if isinstance(beside, list) else type(beside).__name__}")
     for part, name in zip(nameless, beside, strict=True):
         part["image"] = name

@@ -67,8 +67,7 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
     from headstart.heads.backbone.images import image_reader
 
     images = tuple(read_image(name)[0] for name in args.image)
-    reader = image_reader(name, trust_remote_code=args.trust_remote_code)
-    tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template
+    reader = image_reader(name, tokenizer, trust_remote_code=args.trust_remote_code)
     return ImagePrompter(tokenizer, style, prompt_tokens, settings, images, reader=reader)
 
 

@@ -189,6 +189,20 @@ def test_heads_that_have_seen_images_say_nothing(shared: Path, tmp_path: Path, c
         assert ("have seen no images" in caplog.text) is not seen
 
 
+def test_answers_to_images_are_written_and_trained_on(shared: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    how = ["regenerate.temperature=0", "regenerate.max_new_tokens=8", "regenerate.unfinished=keep", f"save.dir={tmp_path / 'out'}"]
+    assert main(["regenerate", str(shared), f"regenerate.out={out}", *how]) == 0
+    row = next(row for row in map(json.loads, out.open()) if len(image_parts(row["messages"])) == 1)
+    run = prepared(shared, tmp_path, f"data.train={out}", "data.limit=20")
+    sample = next(one for one in run.feed.samples if one.tokens.tolist() == row["input_ids"])
+    assert [image.name for image in sample.images] == [part["image"] for part in image_parts(row["messages"])]
+    prompt = sample.cut(int(sample.loss_mask.nonzero()[0]))
+    model, ids = AutoModelForImageTextToText.from_pretrained(shared.parent / "model", dtype=torch.float32), prompt.tokens[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | prompt.images[0].reader.beside(prompt.images, ids[0])
+    assert model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist() == row["input_ids"]
+
+
 def test_a_changed_image_is_noticed(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(shared.parent, tmp_path / "copy")
     text = (folder / "rows.jsonl").read_text().replace(str(shared.parent), str(folder))
@@ -227,9 +241,13 @@ URL = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
         ([question(picture("none.png"), "?")], {}, "row 1: image none.png: there is no such file"),
         ([question(picture("rows.jsonl"), "?")], {}, "image rows.jsonl cannot be read as an image (Pillow knows no such format)"),
         ([question(URL, "?")], {}, "image https://example.org/a.png: nothing is fetched"),
-        ([question({"type": "image"}, "?")], {}, 'row 1 has 0 images for 1 parts {"type": "image"} that name none'),
-        ([question("?")], {"images": ["0.png"]}, "row 1 has 1 images for 0 parts"),
-        ([question({"type": "image"}, "?")], {"images": [{"bytes": "a"}]}, "images are a list of files or data: URLs"),
+        (
+            [question({"type": "image"}, "?")],
+            {},
+            "row 1: images are a list of 1 files or data: URLs, one for each part {'type': 'image'} that names none; got 0",
+        ),
+        ([question("?")], {"images": ["0.png"]}, "row 1: images are a list of 0 files"),
+        ([question({"type": "image"}, "?")], {"images": [{"bytes": "a"}]}, "images are a list of 1 files"),
         ([question("a <boi>", picture("0.png"))], {}, "the prompt has 2 places for images (<boi>), and 1 are given"),
         ([question("a <image>", picture("0.png"))], {}, "row 1 has 1 more tokens of images than its images give"),
         ([question("?"), {"role": "assistant", "content": [picture("0.png")]}], {}, "turn 1: content has a part of type 'image'"),
@@ -262,7 +280,7 @@ def test_rows_that_cannot_be_read(
         ("train", ["backbone.lora={rank: 2}"], "backbone.lora is trained on text alone"),
         ("train", ["features.endpoint=http://localhost:1"], "features.endpoint serves text alone"),
         ("train", ["backbone.path=embedded"], "embedded reads no images"),
-        ("regenerate", ["regenerate.out=x.jsonl"], "prompts with images are not regenerated yet"),
+        ("regenerate", ["regenerate.out=x.jsonl", "regenerate.endpoint=http://localhost:1"], "regenerate.endpoint is asked text alone"),
     ],
 )
 def test_what_takes_no_images_says_so(

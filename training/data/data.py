@@ -42,12 +42,9 @@ def checked_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, ImageRea
 
 
 def read_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
-    """Load what reads the images of a recipe's rows, if they have some. A tokenizer without a chat template gets the processor's."""
-    if not recipe.data.images:
-        return None
-    reader = image_reader(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
-    tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template
-    return reader
+    """Load what reads the images of a recipe's rows, if they have some. Raises UserError."""
+    where = recipe.backbone
+    return image_reader(where.path, tokenizer, trust_remote_code=where.trust_remote_code) if recipe.data.images else None
 
 
 def check_data(data: Data) -> list[Column]:

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.conversation import Continuation
 from headstart.chat.images import ImageFile, ImageReader, make_chat, shown
+from headstart.chat.messages import read_conversation
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
@@ -158,9 +159,7 @@ def reader_of(
 ) -> Reader:
     """Return the function that makes a row's samples. Raises UserError for conversations without a chat template."""
     if column.kind == "tokens":
-        if images is not None:
-            raise UserError(f"rows of exact tokens ({column.name}) name no images; set data.column=messages, or data.images=false")
-        return lambda row, where, stats: read_tokens(row, column.name, where, data.loss_on == "all")
+        return lambda row, where, stats: _with_images(read_tokens(row, column.name, where, data.loss_on == "all"), row, images, where)
     if column.kind == "text":
         return lambda row, where, stats: [whole(tokenizer(column.text(row, where), verbose=False)[IDS])]
     settings = chat_settings(data, ends)
@@ -179,6 +178,15 @@ def reader_of(
         return [Sample.of(tokens, labels, said.find(tokens)) for tokens, labels in samples]
 
     return read
+
+
+def _with_images(samples: list[Sample], row: Row, images: ImageReader | None, where: str) -> list[Sample]:
+    """Return samples of exact tokens with the images of the row's messages."""
+    if images is None:
+        return samples
+    said = read_conversation(row, "messages", where, images=True)[0] if row.get("messages") is not None else []
+    files = [file for _, file in images.read(said, where)]
+    return [replace(sample, images=images.find(sample.tokens.tolist(), files, where)) for sample in samples]
 
 
 def _plain_pairs(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:

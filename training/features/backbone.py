@@ -20,11 +20,14 @@ def open_backbone(
     section: sections.Backbone,
     device: torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
+    images: bool = False,
 ) -> Backbone:
     """Load the backbone, frozen, with ``backbone.adapter`` if set; see `load_backbone`. Raises UserError."""
-    backbone = load_backbone(
-        section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, attention=section.attention, device=device,
-        place=place,
+    context = copy_context()
+    context.run(WITH_IMAGES.set, images)
+    backbone = context.run(
+        load_backbone, section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, attention=section.attention,
+        device=device, place=place,
     )  # fmt: skip
     if section.adapter is not None:
         backbone.attach(section.adapter)
@@ -48,9 +51,7 @@ def open_for_training(
     """Load what a recipe's run needs of the backbone; see `open_backbone`. Raises UserError."""
     section = recipe.backbone
     if not opens_head_only(recipe):
-        context = copy_context()
-        context.run(WITH_IMAGES.set, recipe.data.images)
-        return context.run(open_backbone, section, device, place)
+        return open_backbone(section, device, place, recipe.data.images)
     return load_head_only(section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, device=device)
 
 

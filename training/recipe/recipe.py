@@ -86,6 +86,7 @@ class Recipe(StrictModel):
             ("backbone.lora", self.backbone.lora is not None, "is trained on text alone; set it to null, or data.images to false"),
             ("backbone.shard", self.backbone.shard, "needs passes over text alone; set it or data.images to false"),
             ("features.endpoint", self.features.endpoint is not None, "serves text alone; set it to null, or data.images to false"),
+            ("regenerate.endpoint", self.regenerate.endpoint is not None, "is asked text alone; set it to null, or data.images to false"),
             ("objective.on_policy", self.objective.on_policy > 0, "reads drafts behind text alone; set it to 0, or data.images to false"),
         )
 

@@ -55,8 +55,6 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
     settings = recipe.regenerate
     if settings.out is None:
         raise UserError("regenerate.out is not set; name the file to write, as in regenerate.out=data/answers.jsonl")
-    if recipe.data.images:
-        raise UserError("prompts with images are not regenerated yet; answer rows without them (data.images=false), and mix the files")
     out = as_path("regenerate.out", settings.out)
     require_writable("regenerate.out", out)
     if out.exists():  # before the backbone is loaded
