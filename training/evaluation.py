@@ -167,8 +167,7 @@ def evaluate(
     training, devices = drafter.training, [one for one in (drafter.backbone.device,) if one.type == "cuda"]
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
     order = sorted(enumerate(prompts), key=lambda one: len(one[1].tokens))  # a pass attends to as many positions as the longest has
-    reads, device = LiveFeatures(drafter.backbone, ()), drafter.backbone.device
-    waiting = (Prompt(one.tokens, seed + i, i, reads.images(one.tokens.to(device), one.images)) for i, one in order)
+    waiting = (Prompt(one.tokens, seed + i, i, LiveFeatures(drafter.backbone, ()).images(one.tokens, one.images)) for i, one in order)
     tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:

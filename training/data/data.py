@@ -93,12 +93,13 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
         held = [(part, one, one.name) for part, one in zip(out, datasets, strict=True) if part]
     train: list[list[Sample]] = []
     for part, one in zip(rows, datasets, strict=True):
-        samples, stats = make_samples(part, tokenizer, one, source=one.name, ends=ends, images=images, progress=progress)
+        read = reader_of(find_column(part, one, one.name), tokenizer, one, ends, images)
+        samples, stats = make_samples(part, read, one, source=one.name, progress=progress)
         train, counts = [*train, samples], [*counts, stats]
     held_out: list[Sample] = []
     for part, one, name in held:
         uncut = one.model_copy(update={"overlong": "truncate"}) if data.splits_long else one  # later pieces are not prompts
-        held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends, images=images)[0]
+        held_out += make_samples(part, reader_of(find_column(part, one, name), tokenizer, one, ends, images), uncut, source=name)[0]
     check = sum((_check(part, tokenizer, one, ends, images) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
     check.require()
     whole = [sample for samples in train for sample in samples]

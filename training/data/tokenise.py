@@ -29,7 +29,7 @@ from headstart.chat.messages import read_conversation
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
-from headstart.training.data.columns import Column, find_column
+from headstart.training.data.columns import Column
 from headstart.training.data.sample import IDS, Sample, Stats, read_tokens, whole
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
@@ -109,18 +109,8 @@ def chat_settings(data: Data, ends: Sequence[int] = ()) -> ChatSettings:
 Reader = Callable[[Row, str, Stats], list[Sample]]
 
 
-def make_samples(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    data: Data,
-    *,
-    source: str,
-    ends: Sequence[int] = (),
-    images: ImageReader | None = None,
-    progress: bool = False,
-) -> tuple[list[Sample], Stats]:
-    """Make the samples of all rows, in order, with counts. Raises UserError if no label tokens remain."""
-    read = reader_of(find_column(rows, data, source), tokenizer, data, ends, images)
+def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, progress: bool = False) -> tuple[list[Sample], Stats]:
+    """Make the samples of all rows, in order, with counts. ``read``: of `reader_of`. Raises UserError if no label tokens remain."""
 
     def make(part: range) -> tuple[list[tuple[NDArray[Any], NDArray[Any], tuple[ImageFile, ...]]], Stats]:
         found, stats = _make(rows, part, read, data, source)
@@ -128,7 +118,9 @@ def make_samples(
 
     samples, stats = [], Stats()
     with tqdm(total=len(rows), desc="tokenising", unit="row", disable=not progress) as bar:
-        for found, counts in in_parts(make, len(rows), 1 if images else data.processes):  # processors may run threads, which no fork has
+        for found, counts in in_parts(
+            make, len(rows), 1 if data.images else data.processes
+        ):  # processors may run threads, which no fork has
             samples += [Sample(torch.from_numpy(tokens), torch.from_numpy(mask), own) for tokens, mask, own in found]
             stats += counts
             bar.update(counts.rows)

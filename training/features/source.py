@@ -92,6 +92,7 @@ class LiveFeatures(FeatureSource):
 
     def images(self, tokens_T: Tensor, files: Sequence[ImageFile]) -> Images | None:
         """Return a text's images as the backbone reads them; None if there are none. Raises UserError for a file that has changed."""
+        tokens_T = tokens_T.to(self.backbone.device)
         return with_positions(self.backbone.model, tokens_T[None], files[0].reader.beside(files, tokens_T)) if files else None
 
 

@@ -132,7 +132,7 @@ class InProcess:
         context = context_of(self.backbone)
         if context is not None and len(ids) + self.settings.max_new_tokens > context:
             return failure("too_long")
-        ids_T = torch.tensor(ids, dtype=torch.int64, device=self.backbone.device)
+        ids_T = torch.tensor(ids, dtype=torch.int64)
         return Prompt(ids_T, item.seed(self.seed), item, LiveFeatures(self.backbone, ()).images(ids_T, files))
 
     def _response(self, item: Item, prompt_T: Tensor, tokens: list[int]) -> Response:
