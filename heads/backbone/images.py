@@ -55,8 +55,7 @@ class Images:
 
 def with_positions(model: PreTrainedModel, ids_1T: Tensor, arguments: Mapping[str, Any]) -> Images:
     """Return a text's images with the positions that ``generate`` gives it."""
-    given = {**arguments, "attention_mask": torch.ones_like(ids_1T)}
-    return Images(arguments, model._prepare_position_ids_for_generation(ids_1T, given))
+    return Images(arguments, model._prepare_position_ids_for_generation(ids_1T, {**arguments, "attention_mask": torch.ones_like(ids_1T)}))
 
 
 def placeholders(config: Any) -> dict[str, int]:

@@ -156,10 +156,9 @@ class Chat(Continuation):
 
     def applied(self, messages: Sequence[Message], tools: Any, **how: bool) -> Any:
         """Return the tokens of a prompt as transformers' own ``apply_chat_template`` gives them."""
-        template = self.template
         return self.tokenizer.apply_chat_template(
-            template.plain(messages, tools), tools=tools or template.tools, add_generation_prompt=True, return_dict=False,
-            **template.arguments(tools), **how,
+            self.template.plain(messages, tools), tools=tools or self.template.tools, add_generation_prompt=True, return_dict=False,
+            **self.template.arguments(tools), **how,
         )  # fmt: skip
 
     def asked(self, prompts: Sequence[tuple[str, int]]) -> list[list[int]]:

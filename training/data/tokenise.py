@@ -205,8 +205,7 @@ def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
     # Pieces have equal lengths, since the remainder after full pieces could be too short.
     pieces = list(zip(sample.tokens.tensor_split(count), sample.loss_mask.tensor_split(count), strict=True)) if length else []
     if cut := next((image for image in sample.images if image.place[0] < most < image.place[1]), None):
-        place = f"image {shown(cut.name)}, tokens {cut.place[0]} to {cut.place[1] - 1}"
-        raise UserError(f"{where}: data.max_length={most} cuts {place}; raise it, or set data.overlong=skip")
+        raise UserError(f"{where}: data.max_length={most} cuts image {shown(cut.name)}; raise it, or set data.overlong=skip")
     kept = [replace(sample, tokens=tokens, loss_mask=loss_mask).cut(most) for tokens, loss_mask in pieces]
     kept = [piece for piece in kept if len(piece.tokens) >= MIN_TOKENS and piece.loss_mask.any()]
     stats.samples_empty += count - len(kept)
