@@ -145,7 +145,7 @@ class Comparison:
         return Acceptance(self._prompts(self.args.prompts))
 
     def _prompts(self, count: int) -> list[Tensor]:
-        return prompts(self._data.eval, self._recipe.eval, sys.maxsize)[:count]
+        return [one.tokens for one in prompts(self._data.eval, self._recipe.eval, sys.maxsize)[:count]]
 
 
 def step_speeds(folder: Path) -> list[float]:

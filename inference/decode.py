@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.recurrent import Added
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
@@ -54,9 +55,9 @@ class Decoder:
         self.cache: RaggedCache
         policy.start(seeds_B is not None)
 
-    def put(self, number: int, ids_T: Tensor, limit: int, seed: int) -> None:
+    def put(self, number: int, ids_T: Tensor, limit: int, seed: int, images: Images | None = None) -> None:
         """Let another sequence wait: a prompt that ends at a length of ``limit``. ``number``: new, or that of one which has ended."""
-        self.prompts.put(number, ids_T, limit)
+        self.prompts.put(number, ids_T, limit, images)
         self.texts.put(number, ids_T, limit)
         self.waiting.append(number)
         if self.noise is not None:

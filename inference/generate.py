@@ -24,7 +24,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.card import METADATA
-from headstart.heads.checkpoint import AGAIN, chat_of, load_drafter, read_metadata
+from headstart.heads.checkpoint import AGAIN, chat_of, load_drafter, read_metadata, recipe_section
 from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.capture.capture import BackendName, dependencies, warn_once
 from headstart.inference.decode import Decoder
@@ -73,6 +73,8 @@ class SpeculativeModel:
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
         self.measured: dict[bool, dict[str, Any]] = {}
         """What the drafter's drafts were worth in its training's evaluation, greedy (False) or sampled (True), as `Acceptance.to_json`."""
+        self.seen_images = False
+        """Whether the drafter was trained on rows with images (``data.images``)."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
         if backbone.no_trees is not None and (drafter is not None or proposers):
             warn_once(f"{backbone.no_trees}: drafts are chains, verified a row at a time")
@@ -162,7 +164,7 @@ class SpeculativeModel:
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         request = replace(request, images=read_images(self.backbone, request, model_kwargs))
         require_sides(request, self.backbone)
-        if request.images and self.drafters:
+        if request.images and self.drafters and not self.seen_images:
             warn_once("these heads have seen no images in training: after them fewer drafts may be accepted, and the text is the same")
         if request.beams is not None and (reason := self.backbone.no_trees or self.backbone.dependence) is not None:
             raise UserError(f"beams share passes, where {reason}; allowed: num_beams=1")
@@ -261,14 +263,16 @@ def load(
     if drafter is not None and depth is not None:
         drafter.set_depth(depth)
     heads = SpeculativeModel(on, drafter, proposers=beside, capture=capture)
-    heads.measured = {} if path is None else _measured(path)
+    if path is not None:
+        provenance = read_metadata(path)[1]["provenance"]
+        heads.measured, heads.seen_images = _measured(path, provenance), bool(recipe_section(provenance, "data").get("images"))
     heads.chat = chat_of(path, tokenizer, on)
     return heads
 
 
-def _measured(path: str | Path) -> dict[bool, dict[str, Any]]:
+def _measured(path: str | Path, provenance: dict[str, Any]) -> dict[bool, dict[str, Any]]:
     """What the checkpoint keeps of its last evaluation. Raises UserError if it is damaged."""
-    stored = read_metadata(path)[1]["provenance"].get("acceptance")
+    stored = provenance.get("acceptance")
     if stored is None:
         return {}
     try:

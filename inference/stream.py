@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from headstart.heads.backbone.images import Images
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request, require_memory, require_side
 from headstart.inference.engine.tree import TreeShape
@@ -35,6 +36,7 @@ class Prompt:
     seed: int
     key: Any
     """Whatever the caller knows it by."""
+    images: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class _Rows:
             require_memory(backbone, len(self.live) + 1, length, 1)
             number = next(number for number in count() if number not in self.live)
             self.live[number] = prompt
-            self.decoder.put(number, prompt.ids_T.to(device), limit, prompt.seed)
+            self.decoder.put(number, prompt.ids_T.to(device), limit, prompt.seed, prompt.images)
         return self.live
 
 

@@ -151,7 +151,7 @@ PROMPT_END = 300
 
 def evaluate(
     drafter: Drafter,
-    prompts: list[Tensor],
+    prompts: Sequence[Sample],
     settings: Eval,
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -160,14 +160,14 @@ def evaluate(
     """Return ``tau`` (bonus token included) and ``acceptance_per_depth`` over all prompts, ``acceptance`` by score (`Acceptance.to_json`),
     from which decoding with the heads starts, and with a tokenizer ``examples``. Restores the random state and the drafter's mode.
 
-    ``prompts`` has at least one prompt, int64 [T]; prompt i is decoded with ``seed + i``. An example has ``prompt``, the end of the prompt
+    ``prompts`` has at least one prompt; prompt i is decoded with ``seed + i``. An example has ``prompt``, the end of the prompt
     as text; ``tokens``, the text of each; and ``accept_lengths``, the tokens of each decoding step after the first. ``over``: called after
     each step with the tokens written so far; True ends the evaluation, which then returns ``prompts``: how many ended, and of how many.
     """
     training, devices = drafter.training, [one for one in (drafter.backbone.device,) if one.type == "cuda"]
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
-    queued = (Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts))
-    waiting = iter(sorted(queued, key=lambda one: len(one.ids_T)))  # a pass attends to as many positions as the longest has
+    order = sorted(enumerate(prompts), key=lambda one: len(one[1].tokens))  # a pass attends to as many positions as the longest has
+    waiting = (Prompt(one.tokens, seed + i, i, LiveFeatures(drafter.backbone, ()).images(one.tokens, one.images)) for i, one in order)
     tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:
@@ -185,7 +185,7 @@ def evaluate(
                     break
     finally:
         drafter.train(training)
-    examples = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in range(EXAMPLES) if tokenizer is not None and i in texts]
+    examples = [_example(prompts[i].tokens, texts[i], runs[i], tokenizer) for i in range(EXAMPLES) if tokenizer is not None and i in texts]
     found = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, **({"examples": examples} if examples else {})}
     cut = {"prompts": [len(texts), len(prompts)]} if len(texts) < len(prompts) else {}
     return found | cut | {"acceptance": {"sampled": how.temperature > 0, **learned.to_json()}}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, parse_flag_from_env, set_seed
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.images import ImageReader
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
@@ -63,7 +63,7 @@ class Run:
     trainers: list[DrafterTrainer]
     feed: BatchSampler
     source: FeatureSource
-    prompts: list[Tensor]
+    prompts: list[Sample]
     """Held-out prompts for evaluation."""
     held_out: list[Sample]
     """Held-out rows."""
@@ -94,7 +94,7 @@ class Run:
 def prepare(recipe: Recipe) -> Run:
     """Load the backbone and data, build the drafters and resume if there is a saved state. Raises UserError."""
     require_trackers(recipe)
-    tokenizer = checked_tokenizer(recipe)
+    tokenizer, images = checked_tokenizer(recipe)
     recipe = _with_precision(recipe)
     accelerator = _accelerator(recipe)
     state = _find_state(recipe, accelerator)
@@ -102,7 +102,7 @@ def prepare(recipe: Recipe) -> Run:
     recipe = _with_time(recipe, tokenizer, state)
     drafters = _build_drafters(recipe, backbone, fresh=state is None and backbone.whole)
     starts = read_starts(recipe, drafters) if state is None else {}
-    splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
+    splits, feed = _load_data(recipe, tokenizer, images, backbone, accelerator)
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     if state is None and not backbone.whole:
         drafters = _build_drafters(recipe, backbone, fresh=True)  # whose start values are computed from what the source has
@@ -206,10 +206,10 @@ def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str
 
 
 def _load_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone, accelerator: Accelerator
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None, backbone: Backbone, accelerator: Accelerator
 ) -> tuple[Splits, BatchSampler]:
     context, ends = backbone.max_positions or sys.maxsize, end_tokens(backbone.model.generation_config)
-    load = partial(load_data, recipe.data, tokenizer, context, ends=ends, progress=accelerator.is_main_process)
+    load = partial(load_data, recipe.data, tokenizer, context, ends=ends, images=images, progress=accelerator.is_main_process)
     splits = in_first_process(accelerator, load)  # the others find what it has downloaded and tokenised
     require_vocabulary(splits, backbone.vocab)
     window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from headstart.heads.backbone.model_config import loading
+from headstart.chat.images import ImageReader
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.model_config import load_config, loading
 from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
 
@@ -49,6 +51,11 @@ class Images:
             if name.endswith(KINDS):
                 given[name] = torch.cat([value, value.new_zeros(1, more)], 1)[:, :length]
         return given
+
+
+def with_positions(model: PreTrainedModel, ids_1T: Tensor, arguments: Mapping[str, Any]) -> Images:
+    """Return a text's images with the positions that ``generate`` gives it."""
+    return Images(arguments, model._prepare_position_ids_for_generation(ids_1T, {**arguments, "attention_mask": torch.ones_like(ids_1T)}))
 
 
 def placeholders(config: Any) -> dict[str, int]:
@@ -89,5 +96,15 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMi
         more = f"; without {' and '.join(lacking)} some do not load: pip install 'headstart[images]'" if lacking else ""
         raise UserError(f"{error}{more}") from None
     if not isinstance(found, ProcessorMixin) or "image_processor" not in found.get_attributes():
-        raise UserError(f"{path} has no settings for images (preprocessor_config.json); give a model that reads them, or leave --image out")
+        raise UserError(f"{path} has no settings for images (preprocessor_config.json); give a model that reads them, or leave images out")
     return found
+
+
+def image_reader(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> ImageReader:
+    """Load what reads images for a model; a tokenizer without a chat template gets the processor's. Raises UserError if there is none."""
+    token = placeholders(load_config(path, trust_remote_code=trust_remote_code)).get("image")
+    if token is None or find_gguf(path) is not None:
+        raise UserError(f"{path} reads no images; leave them out, or give a model that does")
+    processor = load_processor(path, trust_remote_code=trust_remote_code)
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return ImageReader(processor, token)

@@ -101,7 +101,7 @@ def from_gguf(file: GgufFile, dtype: torch.dtype | str, config: PretrainedConfig
 
 
 WITH_IMAGES: ContextVar[bool] = ContextVar("a model is loaded by the class that reads images", default=False)
-"""Where there is another for text alone, as for Qwen3.5; ``--image`` sets it."""
+"""Where there is another for text alone, as for Qwen3.5; ``--image`` and data.images set it."""
 
 
 def auto_model(config: PretrainedConfig) -> Any:

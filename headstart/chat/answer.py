@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.messages import ASSISTANT, Message
+from headstart.chat.parts import image_parts
 from headstart.chat.template import PROBE, Template, TemplateRefusal
 
 MARK = "headstartanswer"
@@ -43,11 +44,13 @@ class Written:
     """The parts of the text inside ``{% generation %}`` blocks; None if the template has none."""
     calls: bool = False
     """Whether it ends with calls of tools."""
+    images: int = 0
+    """Of the prompt."""
 
 
 def written(template: Template, messages: Sequence[Message], tools: Any = None) -> Written:
     """Return prompt and text of the last message, the assistant's. Raises TemplateRefusal."""
-    return replace(_written(template, messages, tools), calls=bool(messages[-1].get("tool_calls")))
+    return replace(_written(template, messages, tools), calls=bool(messages[-1].get("tool_calls")), images=len(image_parts(messages[:-1])))
 
 
 def _written(template: Template, messages: Sequence[Message], tools: Any) -> Written:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.chat.answer import Ending, Written, find_ending, written
 from headstart.chat.messages import Message, is_learned
+from headstart.chat.parts import image_parts
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError
 
@@ -143,7 +144,26 @@ class Chat(Continuation):
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """Return the tokens that decoding begins with. Raises TemplateRefusal."""
-        return self.tokens([self.template.render(messages, tools, ask=True).text])[0]
+        return self.asked([(self.template.render(messages, tools, ask=True).text, len(image_parts(messages)))])[0]
+
+    def of(self, messages: Sequence[Message], where: str) -> Chat:
+        """Return the same for one conversation, with its images (`ImageChat`). Raises UserError, which begins with ``where``."""
+        return self
+
+    def find(self, tokens: Sequence[int]) -> tuple[Any, ...]:
+        """Return the images that tokens of the conversation stand for."""
+        return ()
+
+    def applied(self, messages: Sequence[Message], tools: Any, **how: bool) -> Any:
+        """Return the tokens of a prompt as transformers' own ``apply_chat_template`` gives them."""
+        return self.tokenizer.apply_chat_template(
+            self.template.plain(messages, tools), tools=tools or self.template.tools, add_generation_prompt=True, return_dict=False,
+            **self.template.arguments(tools), **how,
+        )  # fmt: skip
+
+    def asked(self, prompts: Sequence[tuple[str, int]]) -> list[list[int]]:
+        """Return the tokens of rendered prompts, each with the number of its images."""
+        return self.pieces.tokens([text for text, _ in prompts], self.tokens)
 
     def answer(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """Return the tokens of the last message as the model writes them after its prompt, the end included. Raises TemplateRefusal."""
@@ -178,7 +198,7 @@ class Chat(Continuation):
         return Pieces(self.tokenizer)
 
     def _turns(self, answers: list[Written]) -> list[Turn]:
-        prompts, texts = self.pieces.tokens([one.prompt for one in answers], self.tokens), self.continued([one.text for one in answers])
+        prompts, texts = self.asked([(one.prompt, one.images) for one in answers]), self.continued([one.text for one in answers])
         return [self._turn(*parts) for parts in zip(answers, prompts, texts, strict=True)]
 
     def _turn(self, answer: Written, prompt: list[int], tokens: list[int]) -> Turn:

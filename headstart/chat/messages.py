@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from headstart.chat.parts import image_parts, name_images, named
 from headstart.support.errors import UserError
 from headstart.support.json_text import parse_json
 
@@ -138,13 +139,15 @@ def unread(message: Message) -> set[str]:
     return message.keys() - KNOWN | marks
 
 
-def read_conversation(row: Mapping[str, Any], column: str, where: str, form: str = "auto") -> tuple[list[Message], Any]:
+def read_conversation(
+    row: Mapping[str, Any], column: str, where: str, form: str = "auto", images: bool = False
+) -> tuple[list[Message], Any]:
     """Return the messages and tools of a row (`read_messages`, `read_tools`).
 
     Text in its column ``system``, as LLaMA-Factory and Anthropic's API have it, is the system message of a conversation without one.
-    Raises UserError, which begins with ``where``.
+    ``images``: turns may have some. Raises UserError, which begins with ``where``.
     """
-    return _with_system(row, read_messages(row[column], where, form), where)
+    return _completed(row, read_messages(row[column], where, form), where, images)
 
 
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
@@ -154,13 +157,14 @@ DETAILS = ("input", "context")
 """Columns that go on from an ``instruction``, of Alpaca and of Dolly."""
 
 
-def read_pair(row: Mapping[str, Any], prompt: str, answer: str, where: str) -> tuple[list[Message], Any]:
+def read_pair(row: Mapping[str, Any], prompt: str, answer: str, where: str, images: bool = False) -> tuple[list[Message], Any]:
     """Return the messages and tools of a row of two columns, each text of one turn or a list of turns; ``answer`` empty: of the prompt.
 
-    Raises UserError, which begins with ``where``.
+    ``images``: turns may have some. Raises UserError, which begins with ``where``.
     """
     asked = _turns(prompt_of(row, prompt), "user", f"{where}, {prompt}")
-    return _with_system(row, asked + (_turns(row[answer], ASSISTANT, f"{where}, {answer}") if answer else []), where)
+    said = _turns(row[answer], ASSISTANT, f"{where}, {answer}") if answer else []
+    return _completed(row, asked + said, where, images)
 
 
 def prompt_of(row: Mapping[str, Any], column: str) -> Any:
@@ -174,13 +178,19 @@ def _turns(value: Any, role: str, where: str) -> list[Message]:
     return [{"role": role, "content": value}] if text else read_messages(value, where)
 
 
-def _with_system(row: Mapping[str, Any], messages: list[Message], where: str) -> tuple[list[Message], Any]:
+def _completed(row: Mapping[str, Any], messages: list[Message], where: str, images: bool) -> tuple[list[Message], Any]:
+    """Return messages with the row's system message and images, and its tools."""
     tools, system = read_tools(row.get("tools"), where), row.get("system")
     if _filled(tools):
         messages, tools = without_fill([messages, tools], level=1)
-    if system is None or (isinstance(system, str) and not system.strip()) or (messages and messages[0]["role"] == "system"):
-        return messages, tools
-    return [_checked({"role": "system", "content": system}, f"{where}, column system"), *messages], tools
+    blank = system is None or (isinstance(system, str) and not system.strip())
+    if not blank and not (messages and messages[0]["role"] == "system"):
+        messages = [_checked({"role": "system", "content": system}, f"{where}, column system"), *messages]
+    if images:
+        name_images(messages, decode_list(row.get("images") or [], f"{where}, images"), where)
+    elif image_parts(messages):
+        raise UserError(f"{where}: a turn has an image; train with data.images=true, decode with --image, or leave such rows out")
+    return messages, tools
 
 
 def read_messages(turns: Any, where: str, form: str = "auto") -> list[Message]:
@@ -247,9 +257,14 @@ def _checked(message: Message, where: str) -> Message:
         return message
     if not parts:
         raise UserError(f"{where}: content is text, or a list of parts with a type; got {shortened(content)}")
-    other = next((part["type"] for part in content if part["type"] != "text" or not isinstance(part.get("text"), str)), None)
+    content = [named(part) for part in content]
+    taken = ("text",) if role == ASSISTANT else ("text", "image")
+    other = next((part for part in content if part["type"] not in taken or not isinstance(part.get(part["type"]), str)), None)
     if other is not None:
-        raise UserError(f"{where}: content has a part of type {shortened(other)}; heads are for text: leave such rows or parts out")
+        kind = f"a part of type {shortened(other['type'])}"
+        raise UserError(f"{where}: content has {kind}; heads are for text, and images in files: leave such rows or parts out")
+    if any(part["type"] == "image" for part in content):
+        return message | {"content": content}
     return message | {"content": "".join(part["text"] for part in content)}
 
 

@@ -64,12 +64,11 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
     if not args.image:
         return Prompter(tokenizer, style, prompt_tokens, settings)
     from headstart.chat.images import ImagePrompter, read_image  # here, since few need it
-    from headstart.heads.backbone.images import load_processor
+    from headstart.heads.backbone.images import image_reader
 
-    images = tuple(map(read_image, args.image))
-    processor = load_processor(name, trust_remote_code=args.trust_remote_code)
-    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
-    return ImagePrompter(tokenizer, style, prompt_tokens, settings, processor, images)
+    images = tuple(read_image(name)[0] for name in args.image)
+    reader = image_reader(name, tokenizer, trust_remote_code=args.trust_remote_code)
+    return ImagePrompter(tokenizer, style, prompt_tokens, settings, images, reader=reader)
 
 
 def _require_files(name: str, heads: list[str], args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.images import Images
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.engine.continued import Continued
 from headstart.inference.engine.inputs import require_text
@@ -35,15 +36,15 @@ class Prompts:
         self.rows = {number: ids_T[pad:] for number, (ids_T, pad) in enumerate(zip(request.ids_BT, request.pads_B, strict=True))}
         self.limits = {number: request.limit - pad for number, pad in enumerate(request.pads_B)}
         """The length at which each sequence ends, its prompt included."""
-        self.images = dict(enumerate(request.images))
+        self.images: dict[int, Images | None] = dict(enumerate(request.images))
         self.placeholders = {*reader.backbone.placeholders.values()}
         self.again: dict[int, int] = {}
         """The sequences to be read again with other rotary frequencies -> tokens written that count as prompt then."""
         self._start(request.limit)
 
-    def put(self, number: int, ids_T: Tensor, limit: int) -> None:
+    def put(self, number: int, ids_T: Tensor, limit: int, images: Images | None = None) -> None:
         """Add a prompt, or replace that of a sequence which has ended."""
-        self.rows[number], self.limits[number] = ids_T, limit
+        self.rows[number], self.limits[number], self.images[number] = ids_T, limit, images
         self.again.pop(number, None)
         self._start(limit)
 

@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from chat_templates import make_tokenizer
 from families import texts
 from shrink import WIDTH, published, shrink
 from tiny_models import CHANGES, CONFIG_MAPPING, Fields, built, merged, small
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoModelForImageTextToText, Gemma3Processor, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from headstart.heads.backbone.backbone import Backbone
 
@@ -130,14 +134,47 @@ TEMPLATE = (
 """Of messages in parts alone, as Idefics-3's."""
 
 
-def make_image_model(folder: Path) -> Path:
-    """Write a random Gemma-3 of 384 positions with tokenizer and processor."""
-    tokenizer = make_tokenizer(TEMPLATE, special="<|im_start|> <|im_end|> <image> <boi> <eoi>")
-    tokenizer._set_model_specific_special_tokens({"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"})
-    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 384}
-    fields = FAMILIES["gemma3"]() | {"image_token_index": tokenizer.image_token_id}
+def make_image_model(folder: Path, family: str = "gemma3") -> ProcessorMixin:
+    """Write a random model of 384 positions with its tokenizer, and Gemma-3 with its processor, which is returned."""
+    tokenizer = make_tokenizer(TEMPLATE, special="<|im_start|> <|im_end|> <image> <boi> <eoi> <video>")
+    named = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    named |= dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<video>")
+    tokenizer._set_model_specific_special_tokens(named)
+    processor = processor_of(family, tokenizer)
+    names = {IMAGE: "<image>", START: "<boi>", END: "<eoi>"}
+    ids = {name: tokenizer.convert_tokens_to_ids(names.get(token, "<video>")) for name, token in TOKENS.items()}
+    fields = FAMILIES[family]()
+    fields |= {name: token for name, token in ids.items() if name in fields}
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 384, "pad_token_id": 0}
     model = built(merged(fields, {"text_config": text}), AutoModelForImageTextToText)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"), pad_token_id=0)
     model.save_pretrained(folder)
-    Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4).save_pretrained(folder)
-    return folder
+    tokenizer.save_pretrained(folder)
+    if family == "gemma3":
+        processor.save_pretrained(folder)
+    return processor
+
+
+def without_videos(kind: Any) -> Any:
+    """A class of processors without their videos, which torchvision reads."""
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *arguments: None})
+
+
+def processor_of(family: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """A family's processor."""
+    if family.startswith("qwen"):
+        tokenizer.chat_template = TEMPLATE.replace("'<boi>'", "'<boi><image><eoi>'")
+        images = Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 32 * 32, "longest_edge": 64 * 64})
+        kind = transformers.Qwen2_5_VLProcessor if family == "qwen2.5-vl" else transformers.Qwen3VLProcessor
+        return without_videos(kind)(images, tokenizer, None)
+    if family.startswith("gemma4"):
+        tokenizer.chat_template, tokenizer.pad_token = TEMPLATE.replace("<boi>", "<image>"), "</s>"
+        images = Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70)
+        return without_videos(transformers.Gemma4Processor)(None, images, tokenizer, None)
+    if family == "gemma3":
+        return transformers.Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4)
+    tokenizer.chat_template = TEMPLATE.replace("<boi>", "<image>")
+    side = {"longest_edge": 32}
+    return transformers.Idefics3Processor(
+        Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False), tokenizer, image_seq_len=4
+    )

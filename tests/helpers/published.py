@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 from chat_templates import make_tokenizer
+from tokenised import make_samples
 from transformers import PreTrainedTokenizerFast
 
 from headstart.chat.messages import read_messages
-from headstart.training.data.data import make_samples
 from headstart.training.recipe.recipe import Data
 
 FOLDER = Path(__file__).parent / "published"

@@ -13,6 +13,7 @@ import pytest
 from chat_run import MANY_ENDS, make_chat_model, make_chat_recipe, read_rows, write_rows
 from chat_templates import CHATML, QWEN3, make_tokenizer
 from server import Reply, said, serving
+from tokenised import make_samples
 
 from headstart.chat.conversation import Chat
 from headstart.cli.main import main
@@ -20,7 +21,7 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.stream import Ended, Progress, Prompt, Queue
 from headstart.support.errors import UserError
-from headstart.training.data.data import load_data, make_samples
+from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data, load_recipe
 from headstart.training.regenerate.items import Item, Response
 

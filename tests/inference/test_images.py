@@ -226,7 +226,7 @@ def test_bench_judges_texts_about_images(folder: Path, monkeypatch: pytest.Monke
         (["--image", "text.png"], "--image text.png cannot be read as an image (Pillow knows no such format)"),
         (["--image", "https://example.org/a.png"], "--image https://example.org/a.png: nothing is fetched"),
         (["--image", "data:image/png;base64,?"], "--image data:image/png;base64,? cannot be read as an image"),
-        (["--image", "red.png", "--raw"], "the prompt has 0 places for images (<boi>), --image gives 1"),
+        (["--image", "red.png", "--raw"], "the prompt has 0 places for images (<boi>), and 1 are given"),
         (["--raw", "an <image>"], "the prompt has 1 tokens 4, places for image input that is not given"),
     ],
 )

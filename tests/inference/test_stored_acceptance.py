@@ -16,6 +16,7 @@ from headstart.heads.card import METADATA
 from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.engine.tree import Pool
 from headstart.support.errors import UserError
+from headstart.training.data.sample import whole
 from headstart.training.evaluation import evaluate
 from headstart.training.recipe.recipe import Eval
 
@@ -45,7 +46,7 @@ def test_it_survives_its_file() -> None:
 
 def test_heads_start_from_what_their_evaluation_measured(tmp_path: Path) -> None:
     of, model = heads("llama", "eagle3"), tiny("llama")
-    found = evaluate(of.drafter, prompts((9, 5)), Eval(max_new_tokens=12, temperature=0.0), 0)
+    found = evaluate(of.drafter, [whole(one.tolist()) for one in prompts((9, 5))], Eval(max_new_tokens=12, temperature=0.0), 0)
     assert not found["acceptance"]["sampled"] and len(found["acceptance"]["calibration"]) >= of.drafter.depth
     assert any(sum(table["trials"]) > 3 for table in found["acceptance"]["calibration"])
     stored: dict[str, Any] = {"sampled": False, **learned().to_json()}

@@ -50,12 +50,14 @@ print(json.dumps(wrote))
 TRAINED = """
 import json, headstart
 from headstart.heads.backbone.model_config import read_end_tokens
-from headstart.training.data.data import make_samples
+from headstart.training.data.columns import find_column
 from headstart.training.data.rows import read_rows
+from headstart.training.data.tokenise import make_samples, reader_of
 from headstart.training.recipe.recipe import Data
 tokenizer = headstart.load_tokenizer("FILE")
 data = Data(train="ANSWERS", format="FORM", limit=LIMIT)
-samples, stats = make_samples(read_rows("ANSWERS", limit=LIMIT), tokenizer, data, source="ANSWERS", ends=read_end_tokens("FILE"))
+rows, ends = read_rows("ANSWERS", limit=LIMIT), read_end_tokens("FILE")
+samples, stats = make_samples(rows, reader_of(find_column(rows, data, "ANSWERS"), tokenizer, data, ends), data, source="ANSWERS")
 print(json.dumps({"samples": [[one.tokens.tolist(), one.loss_mask.int().tolist()] for one in samples]}))
 """
 Wrote = dict[str, tuple[list[int], list[int]]]

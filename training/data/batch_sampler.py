@@ -174,8 +174,9 @@ class BatchSampler:
 
 
 def samples_hash(samples: list[Sample]) -> str:
-    """Hash the tokens and loss masks."""
+    """Hash the tokens, loss masks and images."""
     state = hashlib.sha256()
     for sample in samples:
         state.update(f"{len(sample.tokens)} ".encode() + sample.tokens.numpy().tobytes() + sample.loss_mask.numpy().tobytes())
+        state.update("".join(image.digest for image in sample.images).encode())
     return state.hexdigest()[:16]

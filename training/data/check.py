@@ -101,6 +101,7 @@ def compare(rows: Sequence[Row], name: str, column: Column, chat: Chat, exact: b
 
 def _compare(row: Row, where: str, column: Column, chat: Chat, exact: bool) -> Check:
     messages, tools = column.messages(row, where)
+    chat = chat.of(messages, where)
     stored = read_tokens(row, IDS, where, False) if row.get(IDS) is not None and has_mask(row) else []
     written = [run for sample in stored for run in _runs(sample)]
     samples = [] if exact else chat.samples(messages, tools)
@@ -116,10 +117,7 @@ def _compare(row: Row, where: str, column: Column, chat: Chat, exact: bool) -> C
 
 def _turn(where: str, samples: Samples, messages: list[Message], tools: Any, chat: Chat, written: list[int] | None) -> Difference | None:
     """Compare the last message as it is in the samples of its row; ``written``: its stored answer, if any."""
-    asked = chat.tokenizer.apply_chat_template(
-        chat.template.plain(messages[:-1], tools), tools=tools or chat.template.tools, add_generation_prompt=True, return_dict=False,
-        **chat.template.arguments(tools),
-    )  # fmt: skip
+    asked = chat.applied(messages[:-1], tools)
     length = len(asked)
     tokens, labels = max(samples, key=lambda sample: common_prefix(sample[0], asked))
     if tokens[:length] != asked:

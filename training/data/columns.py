@@ -53,9 +53,9 @@ class Column:
         """Return the messages and tools of a conversation. Raises UserError."""
         value = self.value(row, where)
         if self.kind == "pair":
-            return read_pair(row, self.name, self.answer, where)
+            return read_pair(row, self.name, self.answer, where, self.data.images)
         try:
-            return read_conversation(row, self.name, where, self.data.format)
+            return read_conversation(row, self.name, where, self.data.format, self.data.images)
         except UserError as error:
             plain = isinstance(value, str) and self.data.format == "auto" and not looks_like_turns(value)
             raise UserError(f"{error}; data.format=text trains on plain text") if plain else error from None
@@ -91,7 +91,7 @@ class Column:
         about = (
             () if self.kind != "pair" else (*((self.answer,) if self.answer else ANSWERS), *(DETAILS if self.name == "instruction" else ()))
         )
-        return (columns - {*BESIDE, *about}).union(*(unread(message) for message in said))
+        return (columns - {*BESIDE, *about, *(("images",) if self.data.images else ())}).union(*(unread(message) for message in said))
 
 
 def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = False) -> Column:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.conversation import Chat
+from headstart.chat.images import ImageReader, make_chat
 from headstart.chat.messages import prompt_length
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.heads.backbone.images import image_reader
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import Mix
 from headstart.training.data.check import Check, compare
@@ -31,13 +32,19 @@ FIRST = 100
 """Rows of a file that are looked at before anything slow is loaded."""
 
 
-def checked_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Load the backbone's tokenizer once `check_data` has passed. Raises UserError, also for conversations without a chat template."""
-    columns = check_data(recipe.data)
-    tokenizer = load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
+def checked_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
+    """Load the tokenizer, and what reads the rows' images, once `check_data` has passed. Raises UserError, also without a chat template."""
+    columns, tokenizer = check_data(recipe.data), load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
+    images = read_images(recipe, tokenizer)
     for column in columns:
-        reader_of(column, tokenizer, column.data)
-    return tokenizer
+        reader_of(column, tokenizer, column.data, images=images)
+    return tokenizer, images
+
+
+def read_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """Load what reads the images of a recipe's rows, if they have some. Raises UserError."""
+    where = recipe.backbone
+    return image_reader(where.path, tokenizer, trust_remote_code=where.trust_remote_code) if recipe.data.images else None
 
 
 def check_data(data: Data) -> list[Column]:
@@ -47,7 +54,15 @@ def check_data(data: Data) -> list[Column]:
     return [find_column(read_rows(name, limit=FIRST), settings, name) for name, settings in named if names_file(name)]
 
 
-def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, ends: Sequence[int] = (), progress: bool = True) -> Splits:
+def load_data(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    *,
+    ends: Sequence[int] = (),
+    images: ImageReader | None = None,
+    progress: bool = True,
+) -> Splits:
     """Read and tokenise a recipe's data for a backbone of ``context`` positions, whose decoding stops at ``ends``. Raises UserError.
 
     What an earlier start has made of the same rows is taken from the user's cache folder.
@@ -57,14 +72,14 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, e
     file = tokens_file(data, tokenizer, ends)
     splits = read_splits(file) if file is not None else None
     if splits is None:
-        splits = _make_splits(data, tokenizer, ends, progress)
+        splits = _make_splits(data, tokenizer, ends, images, progress)
         if file is not None:
             keep_splits(file, splits)
     say_unread(splits.stats)
     return splits
 
 
-def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], progress: bool) -> Splits:
+def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], images: ImageReader | None, progress: bool) -> Splits:
     datasets = data.per_dataset()
     found = [sound_rows(read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit), one, one.name) for one in datasets]
     rows, counts = [sound for sound, _ in found], [stats for _, stats in found]
@@ -78,20 +93,23 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
         held = [(part, one, one.name) for part, one in zip(out, datasets, strict=True) if part]
     train: list[list[Sample]] = []
     for part, one in zip(rows, datasets, strict=True):
-        samples, stats = make_samples(part, tokenizer, one, source=one.name, ends=ends, progress=progress)
+        read = reader_of(find_column(part, one, one.name), tokenizer, one, ends, images)
+        samples, stats = make_samples(part, read, one, source=one.name, progress=progress)
         train, counts = [*train, samples], [*counts, stats]
     held_out: list[Sample] = []
     for part, one, name in held:
         uncut = one.model_copy(update={"overlong": "truncate"}) if data.splits_long else one  # later pieces are not prompts
-        held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends)[0]
-    check = sum((_check(part, tokenizer, one, ends) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
+        held_out += make_samples(part, reader_of(find_column(part, one, name), tokenizer, one, ends, images), uncut, source=name)[0]
+    check = sum((_check(part, tokenizer, one, ends, images) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
     check.require()
     whole = [sample for samples in train for sample in samples]
+    if images is not None and not any(sample.images for sample in whole):
+        raise UserError(f"no row of {data.name} has an image; set data.images=false")
     mix = _mix(data, [len(samples) for samples in train])
     return Splits(whole, held_out, sum(counts, Stats()), mix, check if check.answers else None)
 
 
-def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Check:
+def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int], images: ImageReader | None) -> Check:
     """Compare some of a dataset's conversations with an independent side; no answers are compared where there are none."""
     column, settings = find_column(rows, data, data.name), chat_settings(data, ends)
     exact = column.kind == "tokens"
@@ -100,7 +118,7 @@ def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, 
         column = Column(name, "chat" if name else "text", data.model_copy(update={"format": "auto"}))
     if column.kind == "text" or data.loss_on == "all" or not settings.template_of(tokenizer):
         return Check(0, 0, stored=True)
-    return compare(rows, data.name, column, Chat(tokenizer, settings), exact)
+    return compare(rows, data.name, column, make_chat(tokenizer, settings, images), exact)
 
 
 def _mix(data: Data, sizes: Sequence[int]) -> Mix | None:
@@ -137,13 +155,13 @@ def hold_out(datasets: Sequence[list[Row]], count: int, source: str) -> tuple[li
     return kept, out
 
 
-def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Tensor]:
-    """Return up to ``settings.prompts`` prompts (int64 [T]) that leave room for the answer in the context.
+def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Sample]:
+    """Return up to ``settings.prompts`` prompts, with their images, that leave room for the answer in the context.
 
     A prompt is a conversation up to its last answer, or the beginning of a plain text (`prompt_length`).
     """
     longest = context - settings.max_new_tokens
-    fitting = [prompt for sample in samples if 0 < len(prompt := _prompt(sample, settings.prompt_tokens)) <= longest]
+    fitting = [prompt for sample in samples if 0 < len((prompt := _prompt(sample, settings.prompt_tokens)).tokens) <= longest]
     if samples and not fitting:
         raise UserError(
             f"no held-out prompt leaves eval.max_new_tokens={settings.max_new_tokens} of the backbone's context of {context};"
@@ -152,12 +170,11 @@ def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Ten
     return fitting[: settings.prompts]
 
 
-def _prompt(sample: Sample, prompt_tokens: int) -> Tensor:
+def _prompt(sample: Sample, prompt_tokens: int) -> Sample:
     if sample.loss_mask.all():
-        return sample.tokens[: prompt_length(len(sample.tokens), prompt_tokens)]
+        return sample.cut(prompt_length(len(sample.tokens), prompt_tokens))
     labels = sample.loss_mask.nonzero().flatten().tolist()
-    start = next(i for i in range(labels[-1], -1, -1) if i == 0 or not sample.loss_mask[i - 1])
-    return sample.tokens[:start]
+    return sample.cut(next(i for i in range(labels[-1], -1, -1) if i == 0 or not sample.loss_mask[i - 1]))
 
 
 class LabelCounts(NamedTuple):

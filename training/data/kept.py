@@ -69,12 +69,12 @@ class Splits:
 
 
 def tokens_file(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Path | None:
-    """Return the file for a recipe's tokens, there or not; None if they depend on the clock, or on what cannot be known.
+    """Return the file for a recipe's tokens, there or not; None if they depend on the clock, on images, or on what cannot be known.
 
     Raises UserError if a file or dataset of the recipe is not there.
     """
     settings = chat_settings(data, ends)
-    if settings.time is None and settings.template_of(tokenizer) and Template(tokenizer, settings).prints_date:
+    if data.images or (settings.time is None and settings.template_of(tokenizer) and Template(tokenizer, settings).prints_date):
         return None
     sources = [fingerprint(one.name, split=one.split, subset=one.subset) for one in data.per_dataset()]
     if data.eval is not None and data.eval_rows:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from headstart.chat.images import ImageFile
 from headstart.support.errors import UserError
 from headstart.training.data.sample import Sample
 
@@ -32,6 +33,8 @@ class Batch:
     """Document index of each position: 0, 1, ... along a row."""
     members: tuple[tuple[int, ...], ...]
     """Indices of each row's samples, in order."""
+    images: tuple[tuple[tuple[ImageFile, ...], ...], ...] = ()
+    """Of each row's samples."""
 
     @property
     def packed(self) -> bool:
@@ -39,7 +42,7 @@ class Batch:
         return any(len(row) > 1 for row in self.members)
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.tokens_BT.to(device), self.loss_mask_BT.to(device), self.document_BT.to(device), self.members)
+        return Batch(self.tokens_BT.to(device), self.loss_mask_BT.to(device), self.document_BT.to(device), self.members, self.images)
 
 
 def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
@@ -52,6 +55,7 @@ def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
         pad_sequence(loss_mask, batch_first=True),
         pad_sequence(document, batch_first=True, padding_value=-1),
         tuple(tuple(row) for row in rows),
+        tuple(tuple(samples[i].images for i in row) for row in rows),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from headstart.chat.images import ImageFile
 from headstart.chat.messages import shortened
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
@@ -31,11 +32,18 @@ class Sample:
     """int64 [T]."""
     loss_mask: Tensor
     """bool [T]: True for label tokens."""
+    images: tuple[ImageFile, ...] = ()
+    """Those whose tokens it has, which are no labels."""
 
     @classmethod
-    def of(cls, tokens: Sequence[int], labels: Sequence[bool]) -> Self:
+    def of(cls, tokens: Sequence[int], labels: Sequence[bool], images: tuple[ImageFile, ...] = ()) -> Self:
         """Make one from lists."""
-        return cls(torch.tensor(tokens, dtype=torch.int64), torch.tensor(labels, dtype=torch.bool))
+        return cls(torch.tensor(tokens, dtype=torch.int64), torch.tensor(labels, dtype=torch.bool), images)
+
+    def cut(self, length: int) -> Self:
+        """The first ``length`` tokens, with the images before their end."""
+        images = tuple(image for image in self.images if image.place[1] <= length)
+        return type(self)(self.tokens[:length].clone(), self.loss_mask[:length].clone(), images)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from datetime import datetime
 from multiprocessing import current_process, get_context
 from typing import Any, TypeVar
@@ -22,11 +23,13 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.conversation import Chat, Continuation
+from headstart.chat.conversation import Continuation
+from headstart.chat.images import ImageFile, ImageReader, make_chat, shown
+from headstart.chat.messages import read_conversation
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
-from headstart.training.data.columns import Column, find_column
+from headstart.training.data.columns import Column
 from headstart.training.data.sample import IDS, Sample, Stats, read_tokens, whole
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
@@ -106,26 +109,19 @@ def chat_settings(data: Data, ends: Sequence[int] = ()) -> ChatSettings:
 Reader = Callable[[Row, str, Stats], list[Sample]]
 
 
-def make_samples(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    data: Data,
-    *,
-    source: str,
-    ends: Sequence[int] = (),
-    progress: bool = False,
-) -> tuple[list[Sample], Stats]:
-    """Make the samples of all rows, in order, with counts. Raises UserError if no label tokens remain."""
-    read = reader_of(find_column(rows, data, source), tokenizer, data, ends)
+def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, progress: bool = False) -> tuple[list[Sample], Stats]:
+    """Make the samples of all rows, in order, with counts. ``read``: of `reader_of`. Raises UserError if no label tokens remain."""
 
-    def make(part: range) -> tuple[list[list[NDArray[Any]]], Stats]:
+    def make(part: range) -> tuple[list[tuple[NDArray[Any], NDArray[Any], tuple[ImageFile, ...]]], Stats]:
         found, stats = _make(rows, part, read, data, source)
-        return [[sample.tokens.numpy(), sample.loss_mask.numpy()] for sample in found], stats
+        return [(sample.tokens.numpy(), sample.loss_mask.numpy(), sample.images) for sample in found], stats
 
     samples, stats = [], Stats()
     with tqdm(total=len(rows), desc="tokenising", unit="row", disable=not progress) as bar:
-        for found, counts in in_parts(make, len(rows), data.processes):
-            samples += [Sample(*map(torch.from_numpy, arrays)) for arrays in found]
+        for found, counts in in_parts(
+            make, len(rows), 1 if data.images else data.processes
+        ):  # processors may run threads, which no fork has
+            samples += [Sample(torch.from_numpy(tokens), torch.from_numpy(mask), own) for tokens, mask, own in found]
             stats += counts
             bar.update(counts.rows)
     if not samples:
@@ -150,27 +146,39 @@ def _make(rows: Sequence[Row], part: range, read: Reader, data: Data, source: st
     return samples, stats
 
 
-def reader_of(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int] = ()) -> Reader:
+def reader_of(
+    column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int] = (), images: ImageReader | None = None
+) -> Reader:
     """Return the function that makes a row's samples. Raises UserError for conversations without a chat template."""
     if column.kind == "tokens":
-        return lambda row, where, stats: read_tokens(row, column.name, where, data.loss_on == "all")
+        return lambda row, where, stats: _with_images(read_tokens(row, column.name, where, data.loss_on == "all"), row, images, where)
     if column.kind == "text":
         return lambda row, where, stats: [whole(tokenizer(column.text(row, where), verbose=False)[IDS])]
     settings = chat_settings(data, ends)
     if column.kind == "pair" and (data.format == "text" or not settings.template_of(tokenizer)):
         return _plain_pairs(column, tokenizer, data, ends)
-    chat = Chat(tokenizer, settings)
+    chat = make_chat(tokenizer, settings, images)
 
     def read(row: Row, where: str, stats: Stats) -> list[Sample]:
         messages, tools = column.messages(row, where)
         if data.loss_on == "all":
             return [whole(chat.tokens([chat.template.render(messages, tools).text])[0])]
-        samples = chat.samples(messages, tools)
+        said = chat.of(messages, where)
+        samples = said.samples(messages, tools)
         stats.roles.update(message["role"] for message in messages)
         stats.rows_without_assistant += not samples
-        return [Sample.of(tokens, labels) for tokens, labels in samples]
+        return [Sample.of(tokens, labels, said.find(tokens)) for tokens, labels in samples]
 
     return read
+
+
+def _with_images(samples: list[Sample], row: Row, images: ImageReader | None, where: str) -> list[Sample]:
+    """Return samples of exact tokens with the images of the row's messages."""
+    if images is None:
+        return samples
+    said = read_conversation(row, "messages", where, images=True)[0] if row.get("messages") is not None else []
+    files = [file for _, file in images.read(said, where)]
+    return [replace(sample, images=images.find(sample.tokens.tolist(), files, where)) for sample in samples]
 
 
 def _plain_pairs(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
@@ -196,7 +204,9 @@ def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
     count = -(-length // most) if data.splits_long else 1
     # Pieces have equal lengths, since the remainder after full pieces could be too short.
     pieces = list(zip(sample.tokens.tensor_split(count), sample.loss_mask.tensor_split(count), strict=True)) if length else []
-    kept = [Sample(tokens[:most].clone(), loss_mask[:most].clone()) for tokens, loss_mask in pieces]
+    if cut := next((image for image in sample.images if image.place[0] < most < image.place[1]), None):
+        raise UserError(f"{where}: data.max_length={most} cuts image {shown(cut.name)}; raise it, or set data.overlong=skip")
+    kept = [replace(sample, tokens=tokens, loss_mask=loss_mask).cut(most) for tokens, loss_mask in pieces]
     kept = [piece for piece in kept if len(piece.tokens) >= MIN_TOKENS and piece.loss_mask.any()]
     stats.samples_empty += count - len(kept)
     if length > most and kept and count == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -10,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.head_only import load_head_only
-from headstart.heads.backbone.model_config import load_config, loaded_dtype, quantizing
+from headstart.heads.backbone.model_config import WITH_IMAGES, load_config, loaded_dtype, quantizing
 from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Cache, Recipe
 
@@ -19,11 +20,14 @@ def open_backbone(
     section: sections.Backbone,
     device: torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
+    images: bool = False,
 ) -> Backbone:
     """Load the backbone, frozen, with ``backbone.adapter`` if set; see `load_backbone`. Raises UserError."""
-    backbone = load_backbone(
-        section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, attention=section.attention, device=device,
-        place=place,
+    context = copy_context()
+    context.run(WITH_IMAGES.set, images)
+    backbone = context.run(
+        load_backbone, section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, attention=section.attention,
+        device=device, place=place,
     )  # fmt: skip
     if section.adapter is not None:
         backbone.attach(section.adapter)
@@ -47,7 +51,7 @@ def open_for_training(
     """Load what a recipe's run needs of the backbone; see `open_backbone`. Raises UserError."""
     section = recipe.backbone
     if not opens_head_only(recipe):
-        return open_backbone(section, device, place)
+        return open_backbone(section, device, place, recipe.data.images)
     return load_head_only(section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, device=device)
 
 

@@ -51,11 +51,13 @@ class FeaturesBetweenEpochs(LiveFeatures):
 
     def _record(self, batch: Batch, row: int, length: int) -> Record:
         tokens_1T, labels_1T, document_1T = (x[row : row + 1, :length] for x in (batch.tokens_BT, batch.loss_mask_BT, batch.document_BT))
-        digest = hashlib.sha256(tokens_1T.numpy().tobytes() + labels_1T.numpy().tobytes()).hexdigest()
-        path = self.folder / f"{digest[:32]}.safetensors"
+        images = batch.images[row : row + 1]
+        digest = hashlib.sha256(tokens_1T.numpy().tobytes() + labels_1T.numpy().tobytes())
+        digest.update("".join(image.digest for files in images for sample in files for image in sample).encode())
+        path = self.folder / f"{digest.hexdigest()[:32]}.safetensors"
         if self.store and path.exists():
             return load_file(path)
-        alone = super().read(Batch(tokens_1T, labels_1T, document_1T, (batch.members[row],)))
+        alone = super().read(Batch(tokens_1T, labels_1T, document_1T, (batch.members[row],), images))
         record = self.form.encode(with_teacher(alone, self.backbone) if self.restricted else alone)
         if self.store:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -83,14 +83,14 @@ def _plan(recipe: Recipe) -> PlannedCache:
     if cache.dir is None:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
     folder = require_folder("cache.dir", cache.dir)
-    tokenizer = checked_tokenizer(recipe)
+    tokenizer, images = checked_tokenizer(recipe)
     backbone = open_to_cache(recipe, _device())
     drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
     form = format_of(cache, backbone, taps_of(drafters))
     if prints_date(recipe, tokenizer):
         recipe = begun_at(recipe, [cached_time(folder)], now())
     ends = end_tokens(backbone.model.generation_config)
-    splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, ends=ends)
+    splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, ends=ends, images=images)
     require_vocabulary(splits, backbone.vocab)
     contents = contents_of(splits.train, form, backbone, tokenizer, recipe.data)
     manifest = read_manifest(folder)

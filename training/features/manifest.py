@@ -39,8 +39,8 @@ MANIFEST = "manifest.json"
 MAX_OPEN = 64
 """Shards that a reader holds open."""
 SAMPLE_KEYS = (
-    "train", "split", "subset", "limit", "eval", "eval_split", "eval_rows", "format", "column", "columns", "max_length", "packing",
-    "overlong", "loss_on", "template_kwargs", "template_time",
+    "train", "split", "subset", "limit", "eval", "eval_split", "eval_rows", "format", "column", "columns", "images", "max_length",
+    "packing", "overlong", "loss_on", "template_kwargs", "template_time",
 )  # fmt: skip
 """Keys of ``data`` that determine the samples; stored so that an error can name the one that changed."""
 Contents = dict[str, dict[str, Any]]

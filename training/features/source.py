@@ -12,8 +12,10 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import Cache
 
+from headstart.chat.images import ImageFile
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, join_features, stack_rows
+from headstart.heads.backbone.images import Images, with_positions
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
@@ -75,12 +77,26 @@ class LiveFeatures(FeatureSource):
 
     def read_into(self, cache: Cache | None, batch: Batch) -> Features:
         """Return the features; the KV cache, if any, gets the backbone's keys and values of all positions."""
+        if any(files for row in batch.images for files in row):
+            assert cache is None
+            features = stack_rows([self._apart(*row) for row in zip(batch.tokens_BT, batch.document_BT, batch.images, strict=True)])
+            return replace(features, tokens_BT=batch.tokens_BT, loss_mask_BT=batch.loss_mask_BT, document_BT=batch.document_BT)
         positions_BT, attention_mask = None, None  # causal, so no position attends to right padding
         if batch.packed:
             positions_BT = document_positions(batch.document_BT)
             attention_mask = document_masks(batch.document_BT, self.backbone.windows)
         features = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, taps=self.taps)
         return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=batch.document_BT)
+
+    def _apart(self, tokens_T: Tensor, document_T: Tensor, images: Sequence[Sequence[ImageFile]]) -> Features:
+        """Return the features of a row's samples, each read by itself, with its images, in the model's own forward pass."""
+        samples = [(tokens_T[document_T == number], files) for number, files in enumerate(images)]
+        return join_features([self.backbone.read(own[None], taps=self.taps, images=self.images(own, files)) for own, files in samples])
+
+    def images(self, tokens_T: Tensor, files: Sequence[ImageFile]) -> Images | None:
+        """Return a text's images as the backbone reads them; None if there are none. Raises UserError for a file that has changed."""
+        tokens_T = tokens_T.to(self.backbone.device)
+        return with_positions(self.backbone.model, tokens_T[None], files[0].reader.beside(files, tokens_T)) if files else None
 
 
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:

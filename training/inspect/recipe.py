@@ -7,8 +7,11 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from headstart.chat.images import shown
 from headstart.chat.template import template_hash
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import read_end_tokens
@@ -81,7 +85,20 @@ def sample_page(report: dict[str, Any], recipe: str) -> str:
     about = "What is trained on, token by token; the id of a token is shown where the pointer rests on it."
     text = Markup("<div class=text>{}</div>").format(Markup("").join(spans))
     check = [data["check"]["said"]] if data["check"] else []
-    return page("training sample", [f"{recipe}: {data['summary']}", *check], [Section(f"Sample {report['row']}", about, [legend, text])])
+    img = Markup('<p><img src="{}" alt="" height=160><br>{}</p>')
+    pictures = [img.format(_inline(one["name"]), _said(one)) for one in report["images"]]
+    sections = [Section(f"Sample {report['row']}", about, [legend, *pictures, text])]
+    return page("training sample", [f"{recipe}: {data['summary']}", *check], sections)
+
+
+def _said(image: dict[str, Any]) -> str:
+    (width, height), (start, end) = image["size"], image["place"]
+    return f"{shown(image['name'])}: {width} x {height} pixels, {image['tokens']} tokens ({start} to {end - 1}), no labels"
+
+
+def _inline(name: str) -> str:
+    data = "" if name.startswith("data:") else base64.b64encode(Path(name).expanduser().read_bytes()).decode()
+    return f"data:{mimetypes.guess_type(name)[0]};base64,{data}" if data else name
 
 
 def _span(token: dict[str, Any], part: str) -> Markup:
@@ -96,19 +113,23 @@ BINS, BAR_WIDTH = 8, 40
 
 def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:
     """Return the report and the output to print. Raises UserError for data that training would reject or a nonexistent sample."""
-    tokenizer = checked_tokenizer(recipe)
+    tokenizer, images = checked_tokenizer(recipe)
     models = make_fake_models(recipe, accelerator=False)
     require_packable(recipe, models.backbone)
     where = recipe.backbone
     ends = read_end_tokens(where.path, trust_remote_code=where.trust_remote_code)
-    splits = load_data(recipe.data, tokenizer, models.backbone.max_positions or sys.maxsize, ends=ends, progress=sys.stderr.isatty())
+    splits = load_data(
+        recipe.data, tokenizer, models.backbone.max_positions or sys.maxsize, ends=ends, images=images, progress=sys.stderr.isatty()
+    )
     require_vocabulary(splits, models.backbone.vocab)
     if not 0 <= row < len(splits.train):
         raise UserError(f"--row {row}: there are samples 0 to {len(splits.train) - 1}")
-    tokens = read_tokens(splits.train[row], tokenizer)
+    sample = splits.train[row]
+    tokens = read_tokens(sample, tokenizer)
     report = {
         "row": row,
         "sample": [asdict(token) for token in tokens],
+        "images": [{"name": one.name, "size": one.size, "tokens": one.tokens, "place": one.place} for one in sample.images],
         "data": data_statistics(recipe, splits),
         "contract": contract(recipe, models, tokenizer),
         "vocabulary": vocabulary_coverage(recipe, models, splits),
@@ -193,7 +214,8 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
     labels = sum(token["loss"] for token in report["sample"])
     packed = [("packed", f"into {data['packed']['rows']:,} rows, {data['packed']['fill']:.1%} full")] if "packed" in data else []
     return [
-        labelled([("sample", f"{report['row']}: {len(report['sample'])} tokens, {labels} of them label tokens")]),
+        labelled([("sample", f"{report['row']}: {len(report['sample'])} tokens, {labels} of them label tokens"),
+                  *(("image", _said(one)) for one in report["images"])]),
         sample,
         "",
         labelled([

@@ -24,7 +24,7 @@ from headstart.inference.engine.request import device_memory
 from headstart.support.errors import UserError, waiting
 from headstart.support.numeric_limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import check_data, load_data, require_vocabulary
+from headstart.training.data.data import check_data, load_data, read_images, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS
@@ -150,7 +150,8 @@ def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
         return str(error)
     try:
         ends = read_end_tokens(settings.path, trust_remote_code=settings.trust_remote_code)
-        splits = load_data(data, tokenizer, context, ends=ends, progress=sys.stderr.isatty())
+        images = read_images(recipe, tokenizer)
+        splits = load_data(data, tokenizer, context, ends=ends, images=images, progress=sys.stderr.isatty())
     except UserError as error:
         if all(names_file(one.path) or Path(one.path).expanduser().exists() for one in data.train):
             raise

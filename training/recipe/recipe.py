@@ -75,7 +75,20 @@ class Recipe(StrictModel):
             raise RuleError("regenerate.model", rule, None)
         if self.features.endpoint is not None:
             self._check_served()
+        if self.data.images:
+            self._check_images()
         return self
+
+    def _check_images(self) -> None:
+        _refuse(
+            ("data.overlong", self.data.overlong == "split", "does not split rows with images; set truncate, skip or error"),
+            ("data.loss_on", self.data.loss_on == "all", "is assistant with data.images, whose tokens are no labels"),
+            ("backbone.lora", self.backbone.lora is not None, "is trained on text alone; set it to null, or data.images to false"),
+            ("backbone.shard", self.backbone.shard, "needs passes over text alone; set it or data.images to false"),
+            ("features.endpoint", self.features.endpoint is not None, "serves text alone; set it to null, or data.images to false"),
+            ("regenerate.endpoint", self.regenerate.endpoint is not None, "is asked text alone; set it to null, or data.images to false"),
+            ("objective.on_policy", self.objective.on_policy > 0, "reads drafts behind text alone; set it to 0, or data.images to false"),
+        )
 
     def _check_served(self) -> None:
         _refuse(

@@ -172,6 +172,8 @@ class Data(StrictModel):
     columns: Columns | None = None
     """Two columns that hold it, a prompt and its completion, if not named as usual (``prompt`` and ``completion``, ``instruction`` and
     ``output``, ``question`` and ``answer``, ...); with ``format: text`` they are plain text, without the chat template."""
+    images: bool = False
+    """Turns may have images (``{type: image, image: FILE}``, a local file or data: URL), which the model's processor reads."""
     chat_template: str | None = None
     """A Jinja chat template for a tokenizer that has none, or instead of its own; saved with the heads."""
     template_kwargs: dict[str, Any] = {}
@@ -226,7 +228,7 @@ class Data(StrictModel):
     @property
     def splits_long(self) -> bool:
         """Whether a sample over ``max_length`` becomes several."""
-        return self.overlong == "split" or (self.overlong == "auto" and self.packing)
+        return self.overlong == "split" or (self.overlong == "auto" and self.packing and not self.images)
 
 
 class Cache(StrictModel):

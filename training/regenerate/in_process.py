@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.chat.conversation import Chat
+from headstart.chat.images import ImageFile, make_chat
 from headstart.chat.template import TemplateRefusal, template_hash
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
@@ -30,8 +31,10 @@ from headstart.inference.steps import Tally
 from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash
+from headstart.training.data.data import read_images
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.backbone import open_backbone
+from headstart.training.features.source import LiveFeatures
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 
@@ -45,9 +48,10 @@ class InProcess:
         if self.settings.heads is not None:
             require_sizes(self.settings.heads, where.path, trust_remote_code=where.trust_remote_code)
         self.tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
-        self.backbone = open_backbone(where)
+        self.backbone = open_backbone(where, images=recipe.data.images)
         self.chat_settings = chat_settings(recipe.data, end_tokens(self.backbone.model.generation_config))
         self.tokenizer.chat_template = self.chat_settings.template_of(self.tokenizer)
+        self.images = read_images(recipe, self.tokenizer)
         proposers = (SuffixProposer(), RecyclingProposer())
         self.heads: SpeculativeModel = load(self.settings.heads, self.backbone, tokenizer=self.tokenizer, proposers=proposers)
         if compile_first:
@@ -84,8 +88,8 @@ class InProcess:
         def take() -> Prompt | None:
             while waiting:
                 item = waiting.popleft()
-                if isinstance(prompt := self._prompt(item), Tensor):
-                    return Prompt(prompt, item.seed(self.seed), item)
+                if isinstance(prompt := self._prompt(item), Prompt):
+                    return prompt
                 item.add_response(prompt)
                 failed.append(item)
             return None
@@ -109,15 +113,18 @@ class InProcess:
                     yield failed.pop()
         yield from failed
 
-    def _prompt(self, item: Item) -> Tensor | Response:
-        """Return the prompt, int64 [T], or an error."""
+    def _prompt(self, item: Item) -> Prompt | Response:
+        """Return the prompt or an error. Raises UserError for images that cannot be read."""
+        files: tuple[ImageFile, ...] = ()
         if isinstance(item, Completion):
             ids = self.tokenizer(item.text, verbose=False)["input_ids"]
             ids = ids[: item.prompt_length(len(ids), self.settings.prompt_tokens)]
         else:
             assert isinstance(item, Conversation)
             try:
-                ids = self.chat.prompt(item.messages, item.tools)
+                chat = self.chat.of(item.messages, f"row {item.row + 1}")
+                ids = chat.prompt(item.messages, item.tools)
+                files = chat.find(ids)
             except TemplateRefusal as refusal:
                 return failure("refused", str(refusal))
         if not ids:
@@ -125,7 +132,8 @@ class InProcess:
         context = context_of(self.backbone)
         if context is not None and len(ids) + self.settings.max_new_tokens > context:
             return failure("too_long")
-        return torch.tensor(ids, dtype=torch.int64)
+        ids_T = torch.tensor(ids, dtype=torch.int64)
+        return Prompt(ids_T, item.seed(self.seed), item, LiveFeatures(self.backbone, ()).images(ids_T, files))
 
     def _response(self, item: Item, prompt_T: Tensor, tokens: list[int]) -> Response:
         prompt = prompt_T.tolist()
@@ -140,7 +148,7 @@ class InProcess:
     @cached_property
     def chat(self) -> Chat:
         """Prompts and answers, needed for conversations only. Raises UserError if there is no chat template."""
-        return Chat(self.tokenizer, self.chat_settings)
+        return make_chat(self.tokenizer, self.chat_settings, self.images)
 
     @cached_property
     def ends(self) -> frozenset[int]:

@@ -79,7 +79,7 @@ FORMAT = 4
 """Version of the content of ``state.json`` and of the tensors' names."""
 MAY_DIFFER = (
     "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
-    "cache.dir", "cache.shard_mb", "cache.between_epochs", "data.template_time", "data.processes",
+    "cache.dir", "cache.shard_mb", "cache.between_epochs", "data.images", "data.template_time", "data.processes",
 )  # fmt: skip
 """Recipe keys that may change on resuming, since they do not affect the optimiser steps."""
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
 from published import shapes
+from tokenised import make_samples
 
 from headstart.chat.messages import read_messages
 from headstart.support.errors import UserError
 from headstart.training.data.columns import find_column, sound_rows
-from headstart.training.data.data import load_data, make_samples
+from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data
 
 QWEN_25 = shapes()["qwen2.5"]

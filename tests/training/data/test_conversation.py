@@ -2,10 +2,11 @@
 
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
+from tokenised import make_samples
 
 from headstart.chat.messages import read_messages
 from headstart.support.errors import UserError
-from headstart.training.data.data import Sample, make_samples
+from headstart.training.data.data import Sample
 from headstart.training.recipe.recipe import Data
 
 

@@ -10,11 +10,12 @@ import pyarrow.parquet
 import pytest
 import torch
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
+from tokenised import make_samples
 
 from headstart.support.errors import UserError
 from headstart.training.data import rows as rows_module
 from headstart.training.data.batch_sampler import epoch_order
-from headstart.training.data.data import Sample, count_labels, hold_out, load_data, make_samples, most_frequent, prompts
+from headstart.training.data.data import Sample, count_labels, hold_out, load_data, most_frequent, prompts
 from headstart.training.data.packing import collate
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data, Eval
@@ -215,8 +216,8 @@ def test_the_draft_vocabulary_is_the_most_frequent_learned():
 def test_prompts():
     text, short, talk = sample(list(range(20))), sample([1, 2, 3, 4]), sample(list(range(9)), "..xx..xx.")
     settings = Eval(prompts=3, prompt_tokens=8, max_new_tokens=10)
-    assert [p.tolist() for p in prompts([text, short, talk, text], settings, 100)] == [list(range(8)), [1, 2], [0, 1, 2, 3, 4, 5]]
-    assert [len(p) for p in prompts([text, short, talk], settings, 16)] == [2, 6]  # eight more would not fit
+    assert [p.tokens.tolist() for p in prompts([text, short, talk, text], settings, 100)] == [list(range(8)), [1, 2], [0, 1, 2, 3, 4, 5]]
+    assert [len(p.tokens) for p in prompts([text, short, talk], settings, 16)] == [2, 6]  # eight more would not fit
     assert prompts([], settings, 100) == []
     with pytest.raises(UserError, match="no held-out prompt leaves eval.max_new_tokens=10 of the backbone's context of 11"):
         prompts([text, talk], settings, 11)
@@ -226,4 +227,4 @@ def test_a_prompt_of_a_conversation_is_what_the_template_asks_with():
     tokenizer = make_tokenizer(CHATML)
     samples, _ = make_samples([{"messages": chat(*TURNS)}], tokenizer, Data(train="x"), source="x")
     (prompt,) = prompts(samples, Eval(), 2048)
-    assert prompt.tolist() == tokenizer.apply_chat_template(chat(*TURNS[:3]), add_generation_prompt=True, return_dict=False)
+    assert prompt.tokens.tolist() == tokenizer.apply_chat_template(chat(*TURNS[:3]), add_generation_prompt=True, return_dict=False)

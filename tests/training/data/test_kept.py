@@ -19,12 +19,13 @@ from chat_templates import CHATML, TURNS, VICUNA, chat, make_tokenizer
 from forked import Forked
 from safetensors.torch import save_file
 from small_run import make_recipe
+from tokenised import make_samples
 
 import headstart
 from headstart.cli import main as command
 from headstart.support.errors import UserError
 from headstart.training.data import kept, tokenise
-from headstart.training.data.data import load_data, make_samples
+from headstart.training.data.data import load_data
 from headstart.training.data.kept import Splits
 from headstart.training.data.tokenise import free_cpus, in_parts
 from headstart.training.recipe.recipe import Data

@@ -11,10 +11,11 @@ import datasets
 import pytest
 from chat_run import write_rows
 from chat_templates import CHATML, make_tokenizer
+from tokenised import make_samples
 
 from headstart.chat.messages import read_conversation
 from headstart.support.errors import UserError
-from headstart.training.data.data import load_data, make_samples
+from headstart.training.data.data import load_data
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data
 from headstart.training.regenerate.items import Conversation, Response, read_items

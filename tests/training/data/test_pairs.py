@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from chat_templates import CHATML, make_tokenizer
 from test_regenerate import ask, rows_of, talker, turns  # noqa: F401
+from tokenised import make_samples
 
 from headstart.chat.prompts import Prompter, read_prompts
 from headstart.cli.main import main
 from headstart.support.errors import UserError
 from headstart.training.data.columns import find_column, sound_rows
-from headstart.training.data.data import load_data, make_samples
+from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data
 from headstart.training.regenerate.items import Completion, Conversation, read_items
 

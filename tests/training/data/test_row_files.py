@@ -12,11 +12,12 @@ import datasets
 import pyarrow
 import pytest
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
+from tokenised import make_samples
 
 from headstart.chat.messages import read_messages
 from headstart.chat.prompts import Prompter, read_prompts
 from headstart.support.errors import UserError
-from headstart.training.data.data import load_data, make_samples
+from headstart.training.data.data import load_data
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data
 

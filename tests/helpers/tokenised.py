@@ -1,0 +1,21 @@
+"""The samples of rows, as a recipe's data makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from headstart.support.json_text import Row
+from headstart.training.data import tokenise
+from headstart.training.data.columns import find_column
+from headstart.training.data.sample import Sample, Stats
+from headstart.training.recipe.recipe import Data
+
+
+def make_samples(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, *, source: str, ends: Sequence[int] = ()
+) -> tuple[list[Sample], Stats]:
+    """See `tokenise.make_samples`."""
+    read = tokenise.reader_of(find_column(rows, data, source), tokenizer, data, ends)
+    return tokenise.make_samples(rows, read, data, source=source)
