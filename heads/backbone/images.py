@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from headstart.chat.images import ImageReader
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import load_config, loading
 from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
+
+if TYPE_CHECKING:
+    from headstart.chat.images import ImageReader
 
 ENCODED, KINDS = "mm_encoder_outputs", "token_type_ids"
 """The argument with features by modality, and the end of the names of those that say which tokens are text."""
@@ -105,6 +107,8 @@ def image_reader(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_
     token = placeholders(load_config(path, trust_remote_code=trust_remote_code)).get("image")
     if token is None or find_gguf(path) is not None:
         raise UserError(f"{path} reads no images; leave them out, or give a model that does")
+    from headstart.chat.images import ImageReader  # here, since few need it
+
     processor = load_processor(path, trust_remote_code=trust_remote_code)
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     return ImageReader(processor, token)

@@ -15,8 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.messages import ASSISTANT, Message
-from headstart.chat.parts import image_parts
+from headstart.chat.messages import ASSISTANT, Message, image_parts
 from headstart.chat.template import PROBE, Template, TemplateRefusal
 
 MARK = "headstartanswer"

@@ -16,8 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.chat.answer import Ending, Written, find_ending, written
-from headstart.chat.messages import Message, is_learned
-from headstart.chat.parts import image_parts
+from headstart.chat.messages import Message, image_parts, is_learned
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError
 

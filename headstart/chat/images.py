@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.conversation import Chat
-from headstart.chat.messages import ASSISTANT, Message
-from headstart.chat.parts import image_parts
+from headstart.chat.messages import ASSISTANT, Message, image_parts
 from headstart.chat.prompts import Prompter
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause

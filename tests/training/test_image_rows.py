@@ -17,7 +17,7 @@ from small_run import read_log
 from transformers import AutoModelForImageTextToText
 
 from headstart.chat.images import as_parts
-from headstart.chat.parts import image_parts
+from headstart.chat.messages import image_parts
 from headstart.cli.main import main
 from headstart.heads.backbone import images as backbone_images
 from headstart.inference.capture.capture import warn_once
