@@ -161,6 +161,7 @@ SMALLEST = {
     "ministral-3-3b-instruct-2512": "ministral-3-3b-instruct-2512",
     "ministral-3-8b-instruct-2512": "ministral-3-3b-instruct-2512",
     "olmo-3-7b-instruct": "olmo-3-7b-instruct",
+    "qwen3-vl-8b-instruct": "qwen3-vl-8b-instruct",
     "qwen3.5-4b": "Qwen3.5-0.8B",
     "qwen3.5-9b": "Qwen3.5-0.8B",
     "qwen3.6-27b": "Qwen3.5-0.8B",

@@ -95,6 +95,8 @@ class Target:
         written: list[int] = []
         tokens, cache = list(prompt), DynamicCache(config=self.model.config)
         name = "cache" if "cache" in signature(self.model.base_model.forward).parameters else "past_key_values"  # before transformers 5.24
+        if "rope_deltas" in vars(self.model.base_model):
+            self.model.base_model.rope_deltas = None  # of another batch (findings/transformers_rope_deltas_of_another_conversation.sh)
         for _ in range(count):
             ids_1T = torch.tensor([tokens], device=self._unembed.weight.device)
             out = self.model.base_model(input_ids=ids_1T, use_cache=True, **{name: cache})
