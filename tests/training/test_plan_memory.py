@@ -22,7 +22,6 @@ from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.run.step import TrainStep
 from headstart.training.run.trainer import build
 from headstart.training.setup import prepare
-from tests.helpers.block_head import BlockHead
 
 DTYPES = ("fp32", "int8", "int4")
 PERSISTENT = ("torch runtime", "backbone weights", "drafter weights", "optimizer state", "weight average")
@@ -162,13 +161,14 @@ def test_several_heads_learn_one_after_another(small: Path) -> None:
     assert activations[2] == activations[0] > activations[1]
 
 
-def test_a_share_of_the_positions_takes_a_share_of_the_memory(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, objective = load_recipe(small, ["drafter={kind: tests.helpers.block_head}", "objective.chunk_size=16"]), {}
+@pytest.mark.parametrize(("key", "kind"), [("anchor_share", "block"), ("deeper_share", "eagle3")])
+def test_a_share_of_the_positions_takes_less_memory(small: Path, key: str, kind: str) -> None:
+    taken = {}
     for share in (0.1, 0.4):
-        monkeypatch.setattr(BlockHead, "anchor_share", share)
+        recipe = load_recipe(small, [f"drafter={{kind: {kind}, depth: 4, {key}: {share}}}", "objective.chunk_size=16"])
         phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(4, 2000)).phases
-        objective[share] = phases[DRAFT_STEP]["objective"]
-    assert 2.5 < objective[0.4] / objective[0.1] < 4.5
+        taken[share] = phases[DRAFT_STEP]["drafter activations"]
+    assert 1.2 < taken[0.4] / taken[0.1] < 4.5
 
 
 @pytest.mark.slow
