@@ -74,7 +74,7 @@ def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
     recipe = str(make_recipe(tmp_path, train={"steps": 3}, eval={"prompts": 1}))
     assert main([recipe, "drafter={}", heads, f"save.dir={tmp_path}/together"]) == 0
     assert main([recipe, "drafter={kind: eagle3, depth: 2}", "objective.on_policy=1", f"save.dir={tmp_path}/other"]) == 0
-    assert main([recipe, "drafter={kind: medusa, depth: 2}", f"save.dir={tmp_path}/medusa"]) == 0
+    assert main([recipe, "drafter={kind: medusa, depth: 2}", "cache.between_epochs=false", f"save.dir={tmp_path}/medusa"]) == 0
     for name, file in (("other", "model.safetensors"), ("medusa", "medusa_lm_head.safetensors")):
         assert (tmp_path / "together" / name / file).read_bytes() == (tmp_path / name / file).read_bytes()
 

@@ -82,7 +82,7 @@ def test_each_is_what_it_would_be_alone_bit_for_bit(together: Path, tmp_path: Pa
 def test_the_backbone_reads_a_batch_once(tmp_path: Path) -> None:
     run, passes = prepare(load_recipe(make(tmp_path), ["train.steps=2", "data.eval_rows=0"])), []
     run.backbone.layers[0].register_forward_hook(lambda *of: passes.append(of))
-    assert train(run) == 0 and len(passes) == 2 * 2  # steps, micro-batches
+    assert train(run) == 0 and len(passes) == 2 * 4  # steps, samples
     run.log.close()
 
 

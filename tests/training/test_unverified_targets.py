@@ -116,7 +116,7 @@ def test_they_are_trained_here_from_a_cache_and_from_a_server(
     """
     (folder, wanted), near = cached, 0.02 if "DeepseekV4" in type(target[1]).__name__ else 1e-5
     assert len(wanted) == 20 and sum(wanted[-10:]) < sum(wanted[:10])
-    assert train([str(folder / "recipe.yaml"), f"save.dir={tmp_path}/here", "cache.between_epochs=false"]) == 0
+    assert train([str(folder / "recipe.yaml"), f"save.dir={tmp_path}/here"]) == 0
     err = capsys.readouterr().err
     if decodes(target):
         assert "teacher-forced" not in err and "train and export only" not in err

@@ -1,8 +1,8 @@
 """Features that a run on a CPU computes in its first epoch and reads from disk in the next ones: there the backbone's forward pass takes
 most of a step.
 
-They are computed of each sample alone and rounded as in a feature cache, stored beside the run's checkpoints, and deleted at its end. A run
-that is resumed after that computes the same again.
+They are computed of each sample alone and stored as they are beside the run's checkpoints, and deleted at its end. A run that is resumed
+after that computes the same again.
 
 Shape suffixes: B batch, T positions.
 """
@@ -23,14 +23,16 @@ from headstart.support.files import value_hash
 from headstart.support.text import gigabytes
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.packing import Batch
-from headstart.training.features.codec import Record, concatenate, with_teacher
-from headstart.training.features.manifest import FORMAT, format_of, save_tensors
+from headstart.training.features.codec import CacheFormat, Record, concatenate, with_teacher
+from headstart.training.features.manifest import FORMAT, save_tensors
 from headstart.training.features.source import FeatureSource, LiveFeatures
-from headstart.training.features.writer import SPARE_BYTES, free_bytes
+from headstart.training.features.writer import free_bytes
 from headstart.training.recipe.recipe import Recipe
 
 FOLDER = Path("state", "features")
 """Folder in ``save.dir``."""
+SHARE_OF_DISK = 0.5
+"""Of the free space that they may take."""
 
 
 class FeaturesBetweenEpochs(LiveFeatures):
@@ -40,8 +42,8 @@ class FeaturesBetweenEpochs(LiveFeatures):
         """``restricted``: a drafter has a draft vocabulary. Without ``store`` nothing is kept, and the values are the same."""
         backbone = source.backbone
         super().__init__(backbone, source.taps)
-        self.form, self.restricted, self.store = format_of(recipe.cache, backbone, source.taps), restricted, store
-        depends = [FORMAT, backbone.contract(), backbone.adapter_digest, self.form.taps, self.form.dtype, restricted]
+        self.form, self.restricted, self.store = _form(backbone, source.taps), restricted, store
+        depends = [FORMAT, backbone.contract(), str(backbone.dtype), backbone.adapter_digest, self.form.taps, restricted]
         self.root = Path(recipe.save.dir) / FOLDER
         self.folder = self.root / value_hash(depends)[:16]
 
@@ -73,7 +75,7 @@ def keep_between_epochs(
 ) -> tuple[FeatureSource, str | None]:
     """Return the source that a run reads from, and a line about what it keeps, if anything.
 
-    Runs that have no later epoch yet read rounded features too, so that they can be made longer.
+    Runs that have no later epoch yet read samples alone too, so that they can be made longer.
     """
     keeps = type(source) is LiveFeatures and source.backbone.device.type == "cpu" and processes == 1 and may_keep(recipe)
     if not keeps:
@@ -81,7 +83,7 @@ def keep_between_epochs(
     assert isinstance(source, LiveFeatures)
     restricted, folder = any(drafter.vocabulary is not None for drafter in drafters), Path(recipe.save.dir) / FOLDER
     size, free = bytes_kept(recipe, source.backbone, source.taps, feed), free_bytes(folder)
-    store = 0 < size < free - SPARE_BYTES
+    store = 0 < size < SHARE_OF_DISK * free
     line = f"of the first epoch are kept for the next ones: {gigabytes(size)} in {folder}, deleted at the end"
     if size and not store:
         line = f"computed in each epoch: to keep them takes {gigabytes(size)} in {folder}, which has {gigabytes(free)}"
@@ -99,5 +101,8 @@ def bytes_kept(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...], feed: 
     """Return the bytes of features that such a run keeps; 0 if it has no later epoch."""
     if feed.steps * recipe.train.batch_size <= feed.rows:
         return 0
-    form = format_of(recipe.cache, backbone, taps)
-    return sum(form.size(len(sample.tokens)) for sample in feed.samples)
+    return sum(_form(backbone, taps).size(len(sample.tokens)) for sample in feed.samples)
+
+
+def _form(backbone: Backbone, taps: tuple[int, ...]) -> CacheFormat:
+    return CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.dtype, "exact")
