@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headstart.training.data.packing import Batch
 from headstart.training.evaluation import evaluate_all, prepare_evaluations
+from headstart.training.features.between_epochs import discard_kept
 from headstart.training.features.served import FeaturesLost
 from headstart.training.log.log import Meter, Result
 from headstart.training.objective.loss_rows import count_label_tokens
@@ -51,6 +52,7 @@ def train(run: Run) -> int:
             return _stopped(run, signal)
         if run.done >= steps:
             save_missing_heads(run)
+            discard_kept(run.recipe)
             run.log.say(f"{run.folder} is already at step {run.done} of {steps}; raise train.steps or train.epochs to go on")
             return 0
         for step in range(run.done + 1, steps + 1):
@@ -66,7 +68,7 @@ def train(run: Run) -> int:
                 trainer.meter.add(result, outcome.tokens, seconds)
             if _finish_step(run, outcome.stop, signal):
                 return _stopped(run, signal)
-    run.source.discard()
+    discard_kept(run.recipe)
     run.log.say(f"done: the heads are in {', '.join(str(trainer.folder) for trainer in run.trainers)}{_skipped_steps(run)}")
     return 0
 

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from headstart.heads.backbone.backbone import Backbone
@@ -44,8 +45,7 @@ class FeaturesBetweenEpochs(LiveFeatures):
         super().__init__(backbone, source.taps)
         self.form, self.restricted, self.store = _form(backbone, source.taps), restricted, store
         depends = [FORMAT, backbone.contract(), str(backbone.dtype), backbone.adapter_digest, self.form.taps, restricted]
-        self.root = Path(recipe.save.dir) / FOLDER
-        self.folder = self.root / value_hash(depends)[:16]
+        self.folder = Path(recipe.save.dir) / FOLDER / value_hash(depends)[:16]
 
     def read(self, batch: Batch) -> Features:
         lengths = (batch.document_BT >= 0).sum(1).tolist()
@@ -57,17 +57,16 @@ class FeaturesBetweenEpochs(LiveFeatures):
         digest = hashlib.sha256(tokens_1T.numpy().tobytes() + labels_1T.numpy().tobytes())
         digest.update("".join(image.digest for files in images for sample in files for image in sample).encode())
         path = self.folder / f"{digest.hexdigest()[:32]}.safetensors"
-        if self.store and path.exists():
+        try:
             return load_file(path)
+        except (FileNotFoundError, SafetensorError):  # not read yet, or damaged
+            pass
         alone = super().read(Batch(tokens_1T, labels_1T, document_1T, (batch.members[row],), images))
         record = self.form.encode(with_teacher(alone, self.backbone) if self.restricted else alone)
         if self.store:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_tensors(record, path, {})
         return record
-
-    def discard(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
 
 
 def keep_between_epochs(
@@ -83,11 +82,16 @@ def keep_between_epochs(
     assert isinstance(source, LiveFeatures)
     restricted, folder = any(drafter.vocabulary is not None for drafter in drafters), Path(recipe.save.dir) / FOLDER
     size, free = bytes_kept(recipe, source.backbone, source.taps, feed), free_bytes(folder)
-    store = 0 < size < SHARE_OF_DISK * free
+    store = 0 < size < SHARE_OF_DISK * (free + sum(path.stat().st_size for path in folder.rglob("*.safetensors")))
     line = f"of the first epoch are kept for the next ones: {gigabytes(size)} in {folder}, deleted at the end"
     if size and not store:
         line = f"computed in each epoch: to keep them takes {gigabytes(size)} in {folder}, which has {gigabytes(free)}"
     return FeaturesBetweenEpochs(source, recipe, restricted, store), line if size else None
+
+
+def discard_kept(recipe: Recipe) -> None:
+    """Delete what a run has kept, at its end."""
+    shutil.rmtree(Path(recipe.save.dir) / FOLDER, ignore_errors=True)
 
 
 def may_keep(recipe: Recipe) -> bool:

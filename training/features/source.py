@@ -53,9 +53,6 @@ class FeatureSource(ABC):
     def prefetch(self, batches: Iterable[Batch]) -> None:  # noqa: B027  (most sources have nothing to do)
         """Begin to read the batches of a later step."""
 
-    def discard(self) -> None:  # noqa: B027
-        """Delete what was kept on disk for the run, which has ended."""
-
     def close(self) -> None:  # noqa: B027
         """Let go of what the source holds open."""
 
