@@ -4,7 +4,7 @@ recipes/shared has the parts, each with its source; docs/recipe.md has the rules
 
     draft vocabulary   32,000 of more than 64,000 tokens: EAGLE-3's and SpecForge's size; on a CPU 8,192 of more than 16,384
     depth on a CPU     4 of EAGLE-3's 7: with 8,192 tokens a step of SmolLM2-135M takes a fifth of the time (docs/train.md)
-    share on a CPU     depths after the first at half of the positions: two thirds of a step's time (docs/train.md)
+    share on a CPU     depths after the first at half of the positions: a later epoch's step takes 0.73 of the time (docs/train.md)
     block              5 layers (3, 5 and 8 were compared in 2602.06036), or 2 of models as wide as 8,192, so that they fit
     length             2,048 as EAGLE-3 and SpecForge; 4,096 for models that write their thoughts, whose answers are longer
     learning rate      as published at a width of 4,096 or more, below in inverse proportion to the width (2203.03466), and below 1,024

@@ -117,10 +117,9 @@ def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, 
         return [(sample.tokens.numpy(), sample.loss_mask.numpy(), sample.images) for sample in found], stats
 
     samples, stats = [], Stats()
+    processes = 1 if data.images else data.processes  # an image processor may run threads, which no fork has
     with tqdm(total=len(rows), desc="tokenising", unit="row", disable=not progress) as bar:
-        for found, counts in in_parts(
-            make, len(rows), 1 if data.images else data.processes
-        ):  # processors may run threads, which no fork has
+        for found, counts in in_parts(make, len(rows), processes):
             samples += [Sample(torch.from_numpy(tokens), torch.from_numpy(mask), own) for tokens, mask, own in found]
             stats += counts
             bar.update(counts.rows)

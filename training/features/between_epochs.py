@@ -76,10 +76,8 @@ def keep_between_epochs(
 
     Runs that have no later epoch yet read samples alone too, so that they can be made longer.
     """
-    keeps = type(source) is LiveFeatures and source.backbone.device.type == "cpu" and processes == 1 and may_keep(recipe)
-    if not keeps:
+    if not (isinstance(source, LiveFeatures) and source.backbone.device.type == "cpu" and processes == 1 and may_keep(recipe)):
         return source, None
-    assert isinstance(source, LiveFeatures)
     restricted, folder = any(drafter.vocabulary is not None for drafter in drafters), Path(recipe.save.dir) / FOLDER
     size, free = bytes_kept(recipe, source.backbone, source.taps, feed), free_bytes(folder)
     store = 0 < size < SHARE_OF_DISK * (free + sum(path.stat().st_size for path in folder.rglob("*.safetensors")))
