@@ -161,7 +161,7 @@ class ImageChat(Chat):
 
 
 def make_chat(tokenizer: PreTrainedTokenizerBase, settings: ChatSettings, reader: ImageReader | None) -> Chat:
-    """Return the chat template, with images if there is what reads them. Raises UserError if there is none."""
+    """Return the chat template, with images if there is what reads them."""
     return Chat(tokenizer, settings) if reader is None else ImageChat(tokenizer, settings, reader)
 
 
