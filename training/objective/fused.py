@@ -41,7 +41,7 @@ from headstart.training.objective.terms import (
 )
 from headstart.training.recipe.training import Objective
 
-CPU_LOGITS, CPU_MIN_ROWS = 2**19, 128
+CPU_LOGITS, CPU_MIN_ROWS = 2**19, 512
 """Size of chunks on a CPU: logits that fit its caches (2 MB in fp32), but enough rows for efficient matrix products."""
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from headstart.heads.base import Drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
+from headstart.support.devices import bf16_instructions
 from headstart.training.recipe.recipe import Train
 from headstart.training.recipe.sections import Lora
 from headstart.training.run.sharding import distribute_like, gather_like, to_local
@@ -87,7 +88,7 @@ def adapter_rise(step: int, steps: int, lora: Lora) -> float:
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, but in fp32 on a CPU, where bf16 products are slow, and with FSDP2: each process orthogonalises the whole matrix."""
+    """torch's Muon, but in fp32 on a CPU without bf16 instructions, and with FSDP2: each process orthogonalises the whole matrix."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -107,7 +108,7 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         momentum = to_local(state["momentum_buffer"]).lerp_(to_local(gradient), 1 - group["momentum"])
         ahead = gather_like(to_local(gradient).lerp(momentum, group["momentum"]), parameter)  # unsharded
-        ahead = ahead if ahead.device.type == "cpu" else ahead.bfloat16()
+        ahead = ahead.bfloat16() if ahead.device.type != "cpu" or bf16_instructions() else ahead
         update = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
         size = 0.2 * max(parameter.shape) ** 0.5  # 0.2 is the typical RMS of AdamW's updates
         to_local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
@@ -150,7 +151,7 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         self.input_sizes = input_sizes
         muon = Muon(matrices, lr=train.peak_lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
-        adamw = torch.optim.AdamW(others, lr=train.peak_lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0)
+        adamw = _adamw(others, train)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self.parts = (muon, adamw)
         self._share()
@@ -207,7 +208,13 @@ def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Paramet
         {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
         *apart,
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.peak_lr, betas=(train.betas[0], train.betas[1]))
+    return _adamw([group for group in groups if group["params"]], train)
+
+
+def _adamw(groups: list[dict[str, Any]], train: Train) -> torch.optim.AdamW:
+    """Return AdamW for these groups, without weight decay where they have none of their own; on a CPU one pass over memory in place of many."""
+    on_cpu = all(parameter.device.type == "cpu" for group in groups for parameter in group["params"])
+    return torch.optim.AdamW(groups, lr=train.peak_lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0, fused=on_cpu or None)
 
 
 def _output_weights(drafter: Drafter) -> set[int]:
