@@ -3,6 +3,9 @@
 All tensors must have equal names and shapes, but for the output layers of another draft vocabulary, whose rows are taken over by backbone
 token. Heads whose weights are shared by all depths may therefore start from heads of another depth.
 
+Training moves the rows of the output layers mostly alike, so that a row as it was before training would win everywhere: SmolLM2's heads
+with 980 such rows among 8,192 drafted those alone. Rows of new tokens are therefore moved by the affine map that fits the others best.
+
 Shape suffixes: D width, V backbone vocabulary, DV draft vocabulary.
 """
 
@@ -66,7 +69,7 @@ class WarmStart:
     def apply(self, drafter: Drafter) -> str:
         """Copy the weights to ``drafter``, whose draft vocabulary is set, and return a summary of what was taken over.
 
-        Rows of the output layers for tokens that were not in the trained draft vocabulary keep their start values.
+        Rows of the output layers for tokens that were not in the trained draft vocabulary are moved as the others were (`move_alike`).
         """
         theirs, ours = _state(self.drafter), _state(drafter)
         rows_V = torch.full((drafter.backbone.vocab,), -1)
@@ -77,7 +80,10 @@ class WarmStart:
         for name, tensor in ours.items():
             source = theirs[name].to(tensor.device)
             if name in output_names:
-                tensor[rows_DV >= 0] = source[rows_DV[rows_DV >= 0]]
+                known_DV = rows_DV >= 0
+                if not known_DV.all() and tensor.ndim == 2:
+                    tensor[~known_DV] = move_alike(tensor[~known_DV], drafter.backbone.unembed.weight[trained_DV].to(source), source)
+                tensor[known_DV] = source[rows_DV[known_DV]]
             else:
                 tensor.copy_(source)
         summary = f"{self.path}: {len(ours)} tensors"
@@ -92,6 +98,14 @@ class WarmStart:
         differing = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
         listed = " and ".join(f"drafter.{key} is {theirs.get(key)} there and {ours.get(key)} here" for key in differing)
         return f", where {listed}" if listed else ""
+
+
+@torch.no_grad()
+def move_alike(start_ND: Tensor, start_KD: Tensor, trained_KD: Tensor) -> Tensor:
+    """Return the rows ``start_ND`` after the affine map that brings ``start_KD`` closest to ``trained_KD``; of several the smallest change."""
+    ones_ND, ones_KD = (torch.cat([rows, torch.ones_like(rows[:, :1])], 1).float().cpu() for rows in (start_ND, start_KD))
+    change_DD = torch.linalg.lstsq(ones_KD, (trained_KD - start_KD).float().cpu(), driver="gelsd").solution
+    return start_ND + (ones_ND @ change_DD).to(start_ND)
 
 
 def read_warm_start(path: str, kind: str, backbone: Backbone) -> WarmStart:

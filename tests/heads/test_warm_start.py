@@ -61,7 +61,7 @@ def started(kind: str, path: Path, tokens: torch.Tensor | None = None, **argumen
 
 @pytest.mark.parametrize(("old", "new"), [(23, 30), (23, None), (None, 23)])
 def test_another_depth_and_draft_vocabulary(tmp_path: Path, old: int | None, new: int | None) -> None:
-    """Weights shared by all depths are taken over at any depth; rows of the output layer by token, new ones from the backbone."""
+    """Weights shared by all depths are taken over at any depth; rows of the output layer by token."""
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
     before, after = (None if size is None else tokens[:size] for size, tokens in ((old, order), (new, order.flip(0))))
     source = saved("eagle3", tmp_path, before, depth=3, draft_vocab_size=old)
@@ -74,10 +74,26 @@ def test_another_depth_and_draft_vocabulary(tmp_path: Path, old: int | None, new
     ours = torch.arange(VOCAB) if after is None else after.sort().values
     assert drafter.vocabulary is None or torch.equal(drafter.vocabulary, ours)
     for row, token in enumerate(ours.tolist()):
-        expected = source.lm_head.weight[theirs[token]] if token in theirs else backbone("llama").unembed.weight[token]
-        assert torch.equal(drafter.lm_head.weight[row], expected)
+        if token in theirs:
+            assert torch.equal(drafter.lm_head.weight[row], source.lm_head.weight[theirs[token]])
     kept = len(theirs.keys() & set(ours.tolist()))
     assert f"{kept} of {len(ours)} draft tokens among them and {len(ours) - kept} new" in summary
+
+
+@pytest.mark.parametrize("known", [39, 20])
+def test_rows_of_new_tokens_move_as_the_others(tmp_path: Path, known: int) -> None:
+    """New rows are what the map of the trained ones makes of the backbone's, exactly where enough rows tell the map."""
+    generator = torch.Generator().manual_seed(1)
+    order, model = torch.randperm(VOCAB, generator=generator), backbone("llama")
+    turned = torch.eye(model.dim) + 0.1 * torch.randn(model.dim, model.dim, generator=generator)
+    moved = (model.unembed.weight.detach() @ turned if known > model.dim else model.unembed.weight.detach()) + 3
+    source = saved("eagle3", tmp_path, order[:known], depth=2, draft_vocab_size=known)
+    with torch.no_grad():
+        source.lm_head.weight.copy_(moved[order[:known].sort().values])
+    source.save_pretrained(tmp_path)
+    drafter, _, _ = started("eagle3", tmp_path, order[-30:], depth=2, draft_vocab_size=30)
+    apart = (drafter.lm_head.weight - moved[drafter.vocabulary]).abs().max()
+    assert apart < (1e-2 if known > model.dim else 1.5), apart  # unmoved rows are 3 apart
 
 
 def test_all_tensors_of_equal_heads(tmp_path: Path) -> None:
