@@ -102,7 +102,7 @@ class WarmStart:
 
 @torch.no_grad()
 def move_alike(start_ND: Tensor, start_KD: Tensor, trained_KD: Tensor) -> Tensor:
-    """Return the rows ``start_ND`` after the affine map that brings ``start_KD`` closest to ``trained_KD``; of several the smallest change."""
+    """Return the rows ``start_ND`` after the affine map that brings ``start_KD`` closest to ``trained_KD``, and changes them least."""
     ones_ND, ones_KD = (torch.cat([rows, torch.ones_like(rows[:, :1])], 1).float().cpu() for rows in (start_ND, start_KD))
     change_DD = torch.linalg.lstsq(ones_KD, (trained_KD - start_KD).float().cpu(), driver="gelsd").solution
     return start_ND + (ones_ND @ change_DD).to(start_ND)

@@ -131,7 +131,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         help="the heads that were exported (default: those that DIR records or is; their drafts are stored in it)",
     )  # fmt: skip
     parser.add_argument(
-        "--engine", choices=("reference", "vllm"), default="reference",
+        "--engine", choices=("reference", "vllm", "llama.cpp"), default="reference",
         help="an engine whose drafts to compare too (reference, the default: none; the files are read back, and the backbone does not run)",
     )  # fmt: skip
     about = "prompts for an engine, as for bench (default: some texts)"
@@ -203,7 +203,7 @@ def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Ba
         require_sizes(heads, name, whole=False)
     if args.engine == "reference":
         if args.prompts:
-            raise UserError("--prompts are for an engine (--engine vllm or transformers); without one no text is written")
+            raise UserError("--prompts are for an engine (--engine vllm or llama.cpp); without one no text is written")
         return load_ends(name), [], ""
     backbone = load_backbone(name, dtype="fp32", device="cpu")
     if backbone.refusal is not None:

@@ -115,11 +115,8 @@ def _describe_one(annotation: Any, metadata: Sequence[Any]) -> str:
     text = WORDS.get(annotation, "any value")
     if annotation is int:
         metadata = [Ge(rule.gt + 1) if isinstance(rule, Gt) and isinstance(rule.gt, int) else rule for rule in metadata]
-    return f"{text} that is not empty" if any(_least_length(rule) for rule in metadata) else text + _bounds(metadata)
-
-
-def _least_length(rule: Any) -> bool:
-    return isinstance(rule, MinLen | Len) and rule.min_length > 0
+    filled = any(isinstance(rule, MinLen | Len) and rule.min_length > 0 for rule in metadata)
+    return f"{text} that is not empty" if filled else text + _bounds(metadata)
 
 
 def _bounds(metadata: Sequence[Any]) -> str:

@@ -6,7 +6,7 @@ import pytest
 from trained import ROOT
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.serving.verify import vllm
+from headstart.serving.verify.vllm import VLLM
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_jsonl
 
@@ -18,7 +18,7 @@ PROMPTS = 6
 def engine() -> None:
     """Skip where vLLM is not installed."""
     try:
-        vllm.find_python()
+        VLLM.find_python()
     except UserError as error:
         pytest.skip(str(error))
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs vLLM's CPU build in an environment of its own, .venv-engines (3.6 GB), and SGLang's package beside it. Where that is not possible: one line, exit status 1.
+# Installs vLLM's CPU build in an environment of its own, .venv-engines (3.6 GB), SGLang's package beside it, and llama.cpp in .venv-llamacpp (0.1 GB). Where
+# vLLM cannot be installed: one line, exit status 1.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=tests/engines
@@ -9,6 +10,13 @@ fail() {
   echo "vLLM 0.32.0 (CPU build) cannot be installed in $folder: $1" >&2
   exit 1
 }
+
+llamacpp=.venv-llamacpp
+if [ ! "$llamacpp/.installed" -nt "$here/llamacpp.txt" ]; then
+  { "${PYTHON:-python3}" -m venv "$llamacpp" && "$llamacpp/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
+    -r "$here/llamacpp.txt"; } >/dev/null 2>&1 && touch "$llamacpp/.installed" ||
+    { rm -rf "$llamacpp"; echo "xllamacpp 2026.10.11549 (llama.cpp) cannot be installed in $llamacpp; its test will be skipped"; }
+fi
 
 newest=$(ls -t "$here/requirements.txt" "$here/vllm.txt" "$here/sglang.txt" | head -1)
 [ "$folder/.installed" -nt "$newest" ] && exit 0

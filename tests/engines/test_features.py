@@ -18,7 +18,7 @@ import pytest
 from small_run import read_log
 from trained import ROOT
 
-from headstart.serving.verify import vllm
+from headstart.serving.verify.vllm import VLLM
 
 STEPS = 200
 RECIPE = [
@@ -56,7 +56,7 @@ def servers(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
             ask = headstart("serve-features", "--cpu", "--port", url.split(":")[-1], *RECIPE, *options)
             printed = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
             line = next(line for line in printed.splitlines() if "vllm.entrypoints" in line)
-            line = line.replace(" python -m ", f" {shlex.quote(str(vllm.find_python()))} -m ")
+            line = line.replace(" python -m ", f" {shlex.quote(str(VLLM.find_python()))} -m ")
             with (tmp_path / f"server-{len(started)}.log").open("wb") as log:
                 started[url] = subprocess.Popen(line, shell=True, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         for number, (url, server) in enumerate(started.items()):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trained import ROOT
 
-from headstart.serving.verify import vllm
+from headstart.serving.verify.vllm import VLLM
 
 PROMPTS = 3
 
@@ -18,7 +18,7 @@ PROMPTS = 3
 def test_vllm_beside_headstart(tmp_path: Path) -> None:
     given = ["--heads", "embedded", "--prompts", "recipes/quickstart/prompts.jsonl", "--limit", str(PROMPTS), "--max-new-tokens", "24"]
     chain = ["--nodes", "5", "--width", "1", "--temperature", "0", "--batch-size", "1", "2", "--vllm-eager", "--dtype", "fp32"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), *given, *chain, "--threads", "1", "--vllm", str(vllm.find_python())]
+    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), *given, *chain, "--threads", "1", "--vllm", str(VLLM.find_python())]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, "--json", str(tmp_path / "peers.json")], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -13,7 +13,7 @@ from trained import ROOT, trained
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.eagle import AutoregressiveDrafter
-from headstart.serving.verify import vllm
+from headstart.serving.verify.vllm import VLLM
 
 PACKAGES = ROOT / ".venv-engines" / "sglang"
 NAMES = ("eagle3", "eagle3-whole-vocabulary", "eagle3.1-two-layers", "eagle")
@@ -36,7 +36,7 @@ def test_sglang_gives_the_same_logits(name: str, prompts: list[list[int]], tmp_p
         "unembed_VD": backbone.unembed.weight.clone(),
     }
     save_file(inputs, tmp_path / "inputs.safetensors")
-    command = [vllm.find_python(), "-I", Path(__file__).with_name("sglang_driver.py"), PACKAGES, folder, tmp_path / "inputs.safetensors"]
+    command = [VLLM.find_python(), "-I", Path(__file__).with_name("sglang_driver.py"), PACKAGES, folder, tmp_path / "inputs.safetensors"]
     done = subprocess.run([*command, tmp_path / "result.safetensors"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = load_file(tmp_path / "result.safetensors")

@@ -114,7 +114,7 @@ def test_they_are_trained_here_from_a_cache_and_from_a_server(
 
     DeepSeek-V4's indexer scores many entries of a tiny model at zero; which of them it takes depends on the padding of a batch.
     """
-    (folder, wanted), near = cached, 0.02 if "DeepseekV4" in type(target[1]).__name__ else 1e-5
+    (folder, wanted), near = cached, 0.02 if "DeepseekV4" in type(target[1]).__name__ else 3e-5
     assert len(wanted) == 20 and sum(wanted[-10:]) < sum(wanted[:10])
     assert train([str(folder / "recipe.yaml"), f"save.dir={tmp_path}/here"]) == 0
     err = capsys.readouterr().err

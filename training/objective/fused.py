@@ -41,8 +41,8 @@ from headstart.training.objective.terms import (
 )
 from headstart.training.recipe.training import Objective
 
-CPU_LOGITS, CPU_MIN_ROWS = 2**19, 512
-"""Size of chunks on a CPU: logits that fit its caches (2 MB in fp32), but enough rows for efficient matrix products."""
+CPU_ROWS, CPU_LOGITS = 512, 2**25
+"""Size of chunks on a CPU: rows enough for efficient matrix products, and few sums of the weights' gradients; at most so many logits."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class FusedLoss:
         size, policy = self.settings.chunk_size, chunk_policy()
         if (policy.device_type or self.drafter.backbone.device.type) == "cpu":
             vocab = self.drafter.backbone.vocab if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
-            size = min(size, max(CPU_MIN_ROWS, CPU_LOGITS // vocab))
+            size = min(size, CPU_ROWS, max(CPU_LOGITS // vocab, 1))
         yield from policy.select([slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)])
 
 

@@ -54,11 +54,6 @@ def variable(section: str) -> Callable[[str], str]:
     return check
 
 
-def _addresses(value: Any) -> Any:
-    """One address as a list of one."""
-    return [value] if isinstance(value, str) else value
-
-
 def _or_one(schema: dict[str, Any]) -> None:
     """The JSON schema of one address or a list."""
     listed = {"type": "array", "minItems": 1, "items": schema.pop("items")}
@@ -67,9 +62,8 @@ def _or_one(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"type": "string", "minLength": 1}, listed]
 
 
-Addresses = Annotated[
-    list[Annotated[str, AfterValidator(address("features"))]], MinLen(1), BeforeValidator(_addresses), Field(json_schema_extra=_or_one)
-]
+AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Addresses = Annotated[list[Annotated[str, AfterValidator(address("features"))]], MinLen(1), AS_LIST, Field(json_schema_extra=_or_one)]
 
 
 class Features(StrictModel):

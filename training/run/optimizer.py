@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from headstart.heads.base import Drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
-from headstart.support.devices import bf16_instructions
 from headstart.training.recipe.recipe import Train
 from headstart.training.recipe.sections import Lora
 from headstart.training.run.sharding import distribute_like, gather_like, to_local
@@ -88,7 +87,7 @@ def adapter_rise(step: int, steps: int, lora: Lora) -> float:
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, but in fp32 on a CPU without bf16 instructions, and with FSDP2: each process orthogonalises the whole matrix."""
+    """torch's Muon, but in fp32 on a CPU, where bf16 products are slow, and with FSDP2: each process orthogonalises the whole matrix."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -108,7 +107,7 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         momentum = to_local(state["momentum_buffer"]).lerp_(to_local(gradient), 1 - group["momentum"])
         ahead = gather_like(to_local(gradient).lerp(momentum, group["momentum"]), parameter)  # unsharded
-        ahead = ahead.bfloat16() if ahead.device.type != "cpu" or bf16_instructions() else ahead
+        ahead = ahead if ahead.device.type == "cpu" else ahead.bfloat16()
         update = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
         size = 0.2 * max(parameter.shape) ** 0.5  # 0.2 is the typical RMS of AdamW's updates
         to_local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
@@ -151,7 +150,7 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         self.input_sizes = input_sizes
         muon = Muon(matrices, lr=train.peak_lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
-        adamw = _adamw(others, train)
+        adamw = torch.optim.AdamW(others, lr=train.peak_lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self.parts = (muon, adamw)
         self._share()
@@ -191,7 +190,8 @@ def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Paramet
     """
     trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
     muon = train.chosen_optimizer == "muon"
-    readouts = _output_weights(drafter) if train.readout_ratio != 1.0 else set()
+    layers = drafter.output_layers() if isinstance(drafter, OwnReadoutDrafter) and train.readout_ratio != 1.0 else []
+    readouts = {id(layer.weight) for layer in layers}
     apart: list[dict[str, Any]] = [
         {"params": [trained.pop(name) for name in [*trained] if id(trained[name]) in readouts], "lr_ratio": train.readout_ratio,
          "weight_decay": 0.0 if muon else train.weight_decay},
@@ -208,15 +208,4 @@ def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Paramet
         {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
         *apart,
     ]
-    return _adamw([group for group in groups if group["params"]], train)
-
-
-def _adamw(groups: list[dict[str, Any]], train: Train) -> torch.optim.AdamW:
-    """Return AdamW for these groups, without weight decay where they have none of their own; on a CPU one pass over memory in place of many."""
-    on_cpu = all(parameter.device.type == "cpu" for group in groups for parameter in group["params"])
-    return torch.optim.AdamW(groups, lr=train.peak_lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0, fused=on_cpu or None)
-
-
-def _output_weights(drafter: Drafter) -> set[int]:
-    """Return the ids of the weights of the drafter's own output layers."""
-    return {id(layer.weight) for layer in drafter.output_layers()} if isinstance(drafter, OwnReadoutDrafter) else set()
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.peak_lr, betas=(train.betas[0], train.betas[1]))

@@ -6,7 +6,6 @@ after states that a formula gives (`reference`). With an engine, prompts are dec
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,16 @@ from headstart.heads.checkpoint import checked_weights, load_drafter, read_metad
 from headstart.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files, stated_format
 from headstart.serving.reading import build, original_of, read_exported, recognise, round_as_stored
 from headstart.serving.reference import agreement, reference
+from headstart.serving.verify import llamacpp, vllm
 from headstart.serving.verify.drafts import Engine, EngineSettings, Verdict, compare
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_json
 
+ENGINES: dict[str, Engine] = {"vllm": vllm.draft, "llama.cpp": llamacpp.draft}
+QUANTISED = (
+    "llama.cpp multiplies quantised weights by inputs of 8 bits, so that texts and drafts differ where scores are close; "
+    "an F32 file of the backbone shows what is due to the heads"
+)
 AGREES = "read back, these files draft what the trained heads do: the difference is the engine's own"
 
 
@@ -54,12 +59,6 @@ class Check:
     def original(self) -> str | None:
         own = str(self.folder) if (self.folder / METADATA).is_file() else None
         return self.heads if self.heads is not None else own
-
-
-def find_engine(name: str) -> Engine:
-    """Return the engine of that name."""
-    engine: Engine = importlib.import_module(f"headstart.serving.verify.{name}").draft
-    return engine
 
 
 @torch.no_grad()
@@ -165,7 +164,7 @@ def _against_engine(check: Check, verdict: Verdict, drafter: Drafter | None) -> 
     settings = EngineSettings(check.depth or drafter.depth, check.new_tokens, end_tokens(check.backbone.model.generation_config))
     drafter.require_depth(settings.depth)
     try:
-        transcripts = find_engine(check.engine)(check.folder, resolve(check.backbone.name), check.prompts, settings)
+        transcripts = ENGINES[check.engine](check.folder, resolve(check.backbone.name), check.prompts, settings)
     except UserError as error:
         if not verdict.faults:
             raise
@@ -175,3 +174,6 @@ def _against_engine(check: Check, verdict: Verdict, drafter: Drafter | None) -> 
     verdict.comparison = compare(drafter, transcripts)
     if not verdict.comparison.equal and verdict.reference is not None and verdict.reference.whole:
         verdict.notes.append(AGREES)
+    gguf = check.backbone.gguf
+    if not verdict.comparison.equal and check.engine == "llama.cpp" and gguf is not None and gguf.type != "F32":
+        verdict.notes.append(QUANTISED)

@@ -1,14 +1,7 @@
-"""Drafts of vLLM, for comparison with Headstart's own: `draft` runs `vllm_driver.py` in an environment with vLLM's CPU build.
-
-vLLM and Headstart need other versions of the same libraries, so vLLM runs in an environment of its own, which `make engines` installs.
-"""
+"""Drafts of vLLM, for comparison with Headstart's own: `draft` runs `vllm_driver.py` in an environment with vLLM's CPU build."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,15 +10,19 @@ from typing import Any
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.shipped import resolve
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
+from headstart.serving.verify.process import CHECKOUT, EngineProcess
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder
 from headstart.support.json_text import read_json
 
-PYTHON = "HEADSTART_VLLM_PYTHON"
-"""Environment variable: the Python of the environment with vLLM."""
-ENGINES = Path(__file__).resolve().parents[3] / ".venv-engines" / "bin" / "python"
-"""Where `make engines` installs vLLM in a checkout."""
-DRIVER = Path(__file__).with_name("vllm_driver.py")
+VLLM = EngineProcess(
+    engine="vLLM",
+    package="vLLM 0.32",
+    variable="HEADSTART_VLLM_PYTHON",
+    python=CHECKOUT / ".venv-engines" / "bin" / "python",
+    driver=Path(__file__).with_name("vllm_driver.py"),
+    environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+)
 METHODS = {
     "LlamaForCausalLMEagle3": "eagle3",
     "EagleLlamaForCausalLM": "eagle",
@@ -56,7 +53,8 @@ def serve(
     """
     if find_gguf(backbone) is not None:
         raise UserError(f"vLLM is verified with a backbone of safetensors, and {backbone} is a GGUF file: give --backbone FOLDER")
-    python, base = find_python(), find_folder(resolve(backbone), "backbone")
+    VLLM.find_python()
+    base = find_folder(resolve(backbone), "backbone")
     config = read_json(base / "config.json", "name the folder of a model")
     speculative = None if folder is None else speculative_config(folder, settings.depth)
     room = max(map(len, prompts)) + settings.new_tokens + 2 * settings.depth + 2
@@ -71,21 +69,9 @@ def serve(
         "max_model_len": room,
         "speculative": speculative,
     }
-    result = run_driver(python, DRIVER, job)
+    result = VLLM.run(job)
     pairs = zip(prompts, result["texts"], result["passes"], strict=True)
     return [_transcript(*pair) for pair in pairs], result
-
-
-def find_python() -> Path:
-    """Return the Python of an environment with vLLM: `PYTHON`, or what `make engines` installed. Raises UserError if there is none."""
-    named = os.environ.get(PYTHON)
-    if named is not None and not Path(named).is_file():
-        raise UserError(f"{PYTHON}={named} is no file; name the Python of an environment with vLLM 0.32")
-    python = ENGINES if named is None else Path(named)
-    if not python.is_file():
-        where = f"in a checkout, or set {PYTHON} to the Python of an environment with vLLM 0.32"
-        raise UserError(f"vLLM is not installed: run `make engines` {where}")
-    return python
 
 
 def speculative_config(folder: Path, depth: int) -> dict[str, Any]:
@@ -100,32 +86,6 @@ def speculative_config(folder: Path, depth: int) -> dict[str, Any]:
         raise UserError(f"{folder} holds {architecture}, which vLLM has no method for; export the heads first (`headstart export`)")
     parallel = {"parallel_drafting": True} if method == "draft_model" and "pard_token" in config else {}
     return {"method": method, "model": str(folder), "num_speculative_tokens": depth, **parallel}
-
-
-def run_driver(python: Path, driver: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Run ``driver JOB.json RESULT.json`` by the Python of an environment with vLLM, on one thread, and return the result.
-
-    Raises UserError with vLLM's own words if it fails.
-    """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        (work / "job.json").write_text(json.dumps(job))
-        files = [str(work / name) for name in ("job.json", "result.json")]
-        command = [str(python), "-I", str(driver), *files]  # -I: the vllm.py of this folder is not vLLM
-        done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, errors="replace")
-        file = work / "result.json"
-        if not file.is_file():
-            said = (done.stdout + done.stderr).split("\n")[-8:]
-            raise UserError(f"vLLM ended with status {done.returncode} and without a result: {_one_line(' '.join(said))}")
-        result: dict[str, Any] = json.loads(file.read_text())
-    if "error" in result:
-        raise UserError(f"vLLM cannot serve this: {_one_line(result['error'])}")
-    return result
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:400]
 
 
 def _transcript(prompt: Sequence[int], text: list[int], passes: list[dict[str, list[int]]]) -> Transcript:

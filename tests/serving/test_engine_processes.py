@@ -1,16 +1,21 @@
-"""vLLM as an engine, without vLLM: a stand-in for its Python answers as the driver would. tests/engines has the real one."""
+"""vLLM and llama.cpp as engines, without them: a stand-in for their Python answers as the driver would. tests/engines has the real ones."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from gguf_models import write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.serving.verify import vllm
+from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
+from headstart.serving.layouts.llamacpp import FILE
+from headstart.serving.verify import llamacpp, vllm
 from headstart.serving.verify.drafts import EngineSettings, Round
+from headstart.serving.verify.llamacpp_driver import drafts_of
 from headstart.support.errors import UserError
 
 
@@ -24,12 +29,12 @@ def write_model(folder: Path, head_dim: int = 32, **arguments: object) -> Path:
     return folder
 
 
-def write_python(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python with vLLM: called as PYTHON -I DRIVER JOB RESULT."""
+def write_python(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, variable: str = vllm.VLLM.variable) -> None:
+    """A Python with an engine: called as PYTHON -I DRIVER JOB RESULT."""
     python = folder / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    monkeypatch.setenv(vllm.PYTHON, str(python))
+    monkeypatch.setenv(variable, str(python))
 
 
 @pytest.fixture
@@ -66,11 +71,10 @@ def test_what_vllm_says_is_one_line(tmp_path: Path, heads: Path, monkeypatch: py
 
 def test_bad_input(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(write_model(tmp_path / "model"))
-    monkeypatch.setattr(vllm, "ENGINES", tmp_path / "none")
-    monkeypatch.delenv(vllm.PYTHON, raising=False)
+    monkeypatch.delenv(vllm.VLLM.variable, raising=False)
     with pytest.raises(UserError, match="vLLM is not installed: run `make engines`"):
-        vllm.draft(heads, model, [[1]], EngineSettings(2, 4))
-    monkeypatch.setenv(vllm.PYTHON, str(tmp_path / "none"))
+        replace(vllm.VLLM, python=tmp_path / "none").find_python()
+    monkeypatch.setenv(vllm.VLLM.variable, str(tmp_path / "none"))
     with pytest.raises(UserError, match="is no file; name the Python"):
         vllm.draft(heads, model, [[1]], EngineSettings(2, 4))
     write_python(tmp_path, "exit 1", monkeypatch)
@@ -103,3 +107,34 @@ def test_the_method_of_a_folder(tmp_path: Path, config: dict[str, object], metho
     found = vllm.speculative_config(tmp_path, 3)
     assert found.pop("parallel_drafting", False) == ("pard_token" in config)
     assert found == {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}
+
+
+LOG = """slot launch_slot_: id 0 | task 0 | processing task, is_child = 0
+ - draft candidate   0, pos   0:    6 (   0.9) '6'
+ - draft candidate   1, pos   0:    9 (   0.1) '9'
+ - draft candidate   0, pos   1:    7 (   0.5) '7'
+ - draft candidate   0, pos   0:    4 (   0.5) '4'
+slot launch_slot_: id 0 | task 9 | processing task, is_child = 0
+"""
+
+
+def test_rounds_of_llama_cpps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draft continues the root; what the text has too is kept, and the next one begins after a token of the backbone's."""
+    assert drafts_of(LOG) == [[[6, 7], [4]], []]
+    texts = [{"tokens": [5, 6, 8, 2, 9], "drafts": [[6, 7], [2], [3]]}, {"tokens": [5], "drafts": []}]
+    (tmp_path / "canned.json").write_text(json.dumps({"texts": texts}))
+    write_python(tmp_path, f'cp "$3" {tmp_path}/job.json && cp {tmp_path}/canned.json "$4"', monkeypatch, llamacpp.LLAMACPP.variable)
+    model = write_gguf(tmp_path / "m.gguf", load_backbone("embedded").model, load_tokenizer("embedded"), "F32")
+    with pytest.raises(UserError, match=f"holds no {FILE}, which llama.cpp drafts with: headstart export --to llama.cpp writes it"):
+        llamacpp.draft(tmp_path, str(model), [[1, 2, 3], [4]], EngineSettings(2, 4))
+    (tmp_path / FILE).touch()
+    first, second = llamacpp.draft(tmp_path, str(model), [[1, 2, 3], [4]], EngineSettings(2, 9, (2,)))
+    assert first.written == (5, 6, 8, 2) and first.rounds == (Round(4, (6, 7), 1), Round(6, (2,), 1))
+    assert second.written == (5,) and second.rounds == ()
+    job = json.loads((tmp_path / "job.json").read_text())
+    assert (job["backbone"], job["heads"], job["ends"], job["depth"]) == (str(model), str(tmp_path / FILE), True, 2)
+    with pytest.raises(UserError, match="llama.cpp is verified with the backbone as a GGUF file, and embedded is none: give"):
+        llamacpp.draft(tmp_path, "embedded", [[1]], EngineSettings(2, 4))
+    monkeypatch.delenv(llamacpp.LLAMACPP.variable)
+    with pytest.raises(UserError, match="llama.cpp is not installed: run `make engines` in a checkout, or set HEADSTART_LLAMACPP_PYTHON"):
+        replace(llamacpp.LLAMACPP, python=tmp_path / "none").find_python()

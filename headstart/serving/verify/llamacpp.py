@@ -1,0 +1,62 @@
+"""Drafts of llama.cpp, for comparison with Headstart's own: `draft` runs `llamacpp_driver.py` in an environment with xllamacpp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.serving.layouts.llamacpp import FILE
+from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
+from headstart.serving.verify.process import CHECKOUT, EngineProcess
+from headstart.support.errors import UserError
+
+LLAMACPP = EngineProcess(
+    engine="llama.cpp",
+    package="xllamacpp 2026.10.11549",
+    variable="HEADSTART_LLAMACPP_PYTHON",
+    python=CHECKOUT / ".venv-llamacpp" / "bin" / "python",
+    driver=Path(__file__).with_name("llamacpp_driver.py"),
+)
+
+
+def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
+    """Decode the prompts in llama.cpp with the heads in ``folder``, in fp32, greedily and one at a time.
+
+    Raises UserError if llama.cpp is not installed or refuses the heads, and for a backbone or heads that are no GGUF file.
+    """
+    if not (folder / FILE).is_file():
+        raise UserError(f"{folder} holds no {FILE}, which llama.cpp drafts with: headstart export --to llama.cpp writes it")
+    texts = serve(folder / FILE, backbone, prompts, settings)["texts"]
+    return [transcript(prompt, text, settings) for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def serve(heads: Path | None, backbone: str, prompts: Sequence[Sequence[int]], settings: EngineSettings) -> dict[str, Any]:
+    """Return all that the driver returns: of each prompt in ``texts`` its ``tokens``, ``drafts``, and the number of drafts ``accepted``."""
+    model = find_gguf(backbone)
+    if model is None:
+        raise UserError(f"llama.cpp is verified with the backbone as a GGUF file, and {backbone} is none: give --backbone FILE.gguf")
+    return LLAMACPP.run({
+        "backbone": str(model.path.resolve()),
+        "heads": None if heads is None else str(heads.resolve()),
+        "prompts": [list(prompt) for prompt in prompts],
+        "new_tokens": settings.new_tokens,
+        "depth": settings.depth,
+        "room": max(map(len, prompts)) + settings.new_tokens + 2 * settings.depth + 2,
+        "ends": bool(settings.end_tokens),
+    })  # fmt: skip
+
+
+def transcript(prompt: Sequence[int], found: dict[str, Any], settings: EngineSettings) -> Transcript:
+    """Make rounds of llama.cpp's drafts: the first continues the prompt and the root; each keeps what the text has too."""
+    written = settings.ended(found["tokens"])
+    rounds, at = [], 1
+    for drafts in found["drafts"]:
+        if at >= len(written):
+            break
+        text = written[at:]
+        kept = next((i for i, pair in enumerate(zip(drafts, text, strict=False)) if pair[0] != pair[1]), min(len(drafts), len(text)))
+        rounds.append(Round(len(prompt) + at, tuple(drafts), kept))
+        at += kept + 1
+    return Transcript(tuple(prompt), tuple(written), tuple(rounds))
