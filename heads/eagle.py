@@ -70,16 +70,7 @@ class AutoregressiveDrafter(Drafter):
 
     # Training.
 
-    def forward_dense(self, features: Features) -> list[Tensor]:
-        return self._train(features, None)
-
-    def forward_deeper(self, features: Features, deeper: Anchors) -> list[Tensor]:
-        rank_M, anchor_BR = anchors_by_row(deeper, len(features.tokens_BT))
-        place_BR = anchor_BR.clamp(min=0).cummax(1).values  # rows with fewer repeat their last
-        first_BTD, *later = self._train(features, place_BR)
-        return [first_BTD, *(hidden_BRD[deeper.row_M, rank_M] for hidden_BRD in later)]
-
-    def _train(self, features: Features, place_BR: Tensor | None) -> list[Tensor]:
+    def forward_dense(self, features: Features, place_BR: Tensor | None = None) -> list[Tensor]:
         """Return the output of every pass: the first at all positions, the others too or, if given, at ``place_BR``, ascending in a row."""
         T, state_BTD = features.tokens_BT.shape[1], self.train_states(features)
         if T < 3:
@@ -102,6 +93,12 @@ class AutoregressiveDrafter(Drafter):
             outputs.append(output_BTD)
             state_BTD = self.next_state(output_BTD)
         return outputs
+
+    def forward_deeper(self, features: Features, deeper: Anchors) -> list[Tensor]:
+        rank_M, anchor_BR = anchors_by_row(deeper, len(features.tokens_BT))
+        place_BR = anchor_BR.clamp(min=0).cummax(1).values  # rows with fewer repeat their last
+        first_BTD, *later = self.forward_dense(features, place_BR)
+        return [first_BTD, *(hidden_BRD[deeper.row_M, rank_M] for hidden_BRD in later)]
 
     def train_states(self, features: Features) -> Tensor:
         """Return the states that training starts from; by default those that decoding does."""
