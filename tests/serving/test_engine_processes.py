@@ -135,6 +135,6 @@ def test_rounds_of_llama_cpps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (job["backbone"], job["heads"], job["ends"], job["depth"]) == (str(model), str(tmp_path / FILE), True, 2)
     with pytest.raises(UserError, match="llama.cpp is verified with the backbone as a GGUF file, and embedded is none: give"):
         llamacpp.draft(tmp_path, "embedded", [[1]], EngineSettings(2, 4))
-    monkeypatch.delenv(llamacpp.LLAMACPP.variable)
-    with pytest.raises(UserError, match="llama.cpp is not installed: run `make engines` in a checkout, or set HEADSTART_LLAMACPP_PYTHON"):
-        replace(llamacpp.LLAMACPP, python=tmp_path / "none").find_python()
+    write_python(tmp_path, """echo 'ASSERT failed' > "$(dirname "$4")/stderr"; exit 134""", monkeypatch, llamacpp.LLAMACPP.variable)
+    with pytest.raises(UserError, match="^llama.cpp ended with status 134 and without a result: ASSERT failed$"):
+        llamacpp.draft(tmp_path, str(model), [[1]], EngineSettings(2, 4))

@@ -55,7 +55,9 @@ class EngineProcess:
             done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, errors="replace")
             file = work / "result.json"
             if not file.is_file():
-                said = _one_line(" ".join((done.stdout + done.stderr).split("\n")[-8:]))
+                log = work / "stderr"  # where a driver sends the engine's log
+                said = done.stdout + done.stderr + (log.read_text(errors="replace") if log.is_file() else "")
+                said = _one_line(" ".join(said.split("\n")[-8:]))
                 raise UserError(f"{self.engine} ended with status {done.returncode} and without a result: {said}")
             result: dict[str, Any] = json.loads(file.read_text())
         if "error" in result:
