@@ -12,7 +12,6 @@ from trained import ROOT, trained
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.heads.checkpoint import read_metadata
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.checkpoint import read_checkpoint
 from headstart.serving.layouts.llamacpp import FILE, LlamaCpp
@@ -62,7 +61,6 @@ def test_llama_cpp_drafts_what_headstart_drafts(target: Path, prompts: list[list
 def test_heads_that_are_refused_are_accepted_less(target: Path, prompts: list[list[int]], tmp_path: Path) -> None:
     """Heads that feed back the normed state, written all the same: why the export refuses them."""
     folder = ROOT / "recipes" / "quickstart" / "heads" / "eagle3"
-    assert read_metadata(folder)[1]["arguments"]["norm_output"]
     heads = read_checkpoint(str(folder), "embedded")
     assert "drafter.norm_output=false" in LlamaCpp().unread(heads)["llama.cpp"]
     LlamaCpp().write(heads, tmp_path)

@@ -137,13 +137,13 @@ def accelerator(tied: bool) -> tuple[dict[str, Any], Tensors]:
     return config, tensors
 
 
-def block(kind: str) -> tuple[dict[str, Any], Tensors]:
+def block(kind: str, **stated: Any) -> tuple[dict[str, Any], Tensors]:
     """z-lab's DFlash, DSpark with a confidence head, or Domino: two layers over two taps, ids counted as outputs of layers."""
     tensors = {"fc.weight": normal(D, 2 * D), "hidden_norm.weight": near_one(D), "norm.weight": near_one(D)}
     for i in range(2):
         tensors |= layer(f"layers.{i}.") | {f"layers.{i}.input_layernorm.weight": near_one(D)}
         tensors |= {f"layers.{i}.self_attn.{name}_norm.weight": near_one(4) for name in "qk"}
-    nested: dict[str, Any] = {"target_layer_ids": [1, 4], "mask_token_id": 60}
+    nested: dict[str, Any] = {"target_layer_ids": [1, 4], "mask_token_id": 60, **stated}
     config = {**LAYER, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "head_dim": 4, "num_hidden_layers": 2, "block_size": 4,
               "num_target_layers": 6, "layer_types": ["full_attention"] * 2, "rope_theta": 1000.0, "dflash_config": nested}  # fmt: skip
     if kind == "dspark":

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict
     "accelerator": (lambda: foreign.accelerator(False), "mlp", {"depth": 3, "inner_dim": 20}),
     "accelerator-tied": (lambda: foreign.accelerator(True), "mlp", {"tie_weights": True}),
     "dflash": (lambda: foreign.block("dflash"), "block", {"taps": [2, 5], "depth": 3, "correction": "none", "mask_token": 60}),
+    "jetspec": (lambda: foreign.block("dflash", causal=True), "block", {"taps": [2, 5], "correction": "none", "causal": True}),
     "speculators-dflash": (lambda: foreign.speculators_block("dflash"), "block", {"causal": True, "taps": [2, 5], "depth": 3}),
     "speculators-dspark": (lambda: foreign.speculators_block("dspark"), "block", {"causal": True, "correction": "markov", "depth": 4}),
     "dspark": (lambda: foreign.block("dspark"), "block", {"taps": [2, 5], "depth": 4, "correction": "markov", "correction_rank": 6}),
