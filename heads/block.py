@@ -257,11 +257,12 @@ class Block(Drafter):
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "block_size": self.elements,
             "draft_vocab_size": self.backbone.vocab,
+            "sample_from_anchor": self.config.correction != "none",  # readers disagree on what a missing key means
         }
         if self.config.correction == "markov":
-            rank = {"markov_rank": self.config.correction_rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
-            anchored = {"sample_from_anchor": True, "dspark_bonus_anchor": False}
-            return common | layout | rank | anchored | {"architectures": ["Qwen3DSparkModel"], "dflash_config": layout}
+            rank = {"markov_rank": self.config.correction_rank, "markov_head_type": "vanilla", "dspark_bonus_anchor": False}
+            confidence = {"enable_confidence_head": False, "confidence_head_with_markov": False}
+            return common | layout | rank | confidence | {"architectures": ["Qwen3DSparkModel"], "dflash_config": layout}
         if self.config.correction == "recurrent":
             sizes = {"emb_dim": self.config.correction_rank, "gru_hidden_dim": self.prefix_gru.hidden_size}
             layout |= {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, **sizes}

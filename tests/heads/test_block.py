@@ -170,14 +170,14 @@ def test_it_is_saved_as_engines_load_it(correction: str, tmp_path: Path) -> None
     assert tensors["layers.1.self_attn.q_norm.weight"].shape == tensors["layers.1.self_attn.k_norm.weight"].shape == (C,)
     assert config["model_type"] == "qwen3" and config["num_hidden_layers"] == 2 and config["num_target_layers"] == LAYERS
     assert config["dflash_config"]["target_layer_ids"] == [1, 3] and config["dflash_config"]["mask_token_id"] == 3
-    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4] and config["sample_from_anchor"] is (correction != "none")
     common = ("layers.", "fc.", "norm.", "hidden_norm.")
     extra = {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.startswith(common)}
     if correction == "none":
         assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 5 and not extra
     elif correction == "markov":
         assert config["architectures"] == ["Qwen3DSparkModel"] and config["block_size"] == 4 and config["markov_rank"] == 6
-        assert config["sample_from_anchor"] and config["mask_token_id"] == 3 and config["target_layer_ids"] == [1, 3]
+        assert config["confidence_head_with_markov"] is False and config["mask_token_id"] == 3 and config["target_layer_ids"] == [1, 3]
         assert extra == {"markov_head.markov_w1.weight": (VOCAB, 6), "markov_head.markov_w2.weight": (VOCAB, 6)}
     else:
         G, domino_config = config["dflash_config"]["gru_hidden_dim"], config["dflash_config"]
