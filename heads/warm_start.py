@@ -4,7 +4,7 @@ All tensors must have equal names and shapes, but for the output layers of anoth
 token. Heads whose weights are shared by all depths may therefore start from heads of another depth.
 
 Training moves the rows of the output layers mostly alike, so that a row as it was before training would win everywhere: SmolLM2's heads
-with 980 such rows among 8,192 drafted those alone. Rows of new tokens are therefore moved by the affine map that fits the others best.
+with 980 such rows among 8,192 drafted little else. Rows of new tokens are therefore moved by the affine map that fits the others best.
 
 Shape suffixes: D width, V backbone vocabulary, DV draft vocabulary.
 """
@@ -103,9 +103,10 @@ class WarmStart:
 @torch.no_grad()
 def move_alike(start_ND: Tensor, start_KD: Tensor, trained_KD: Tensor) -> Tensor:
     """Return the rows ``start_ND`` after the affine map that brings ``start_KD`` closest to ``trained_KD``, and changes them least."""
-    ones_ND, ones_KD = (torch.cat([rows, torch.ones_like(rows[:, :1])], 1).float().cpu() for rows in (start_ND, start_KD))
-    change_DD = torch.linalg.lstsq(ones_KD, (trained_KD - start_KD).float().cpu(), driver="gelsd").solution
-    return start_ND + (ones_ND @ change_DD).to(start_ND)
+    ones_ND, ones_KD = (torch.cat([rows, torch.ones_like(rows[:, :1])], 1).double().cpu() for rows in (start_ND, start_KD))
+    inverse_XX = torch.linalg.pinv(ones_KD.T @ ones_KD, hermitian=True)
+    change_XD = inverse_XX @ (ones_KD.T @ (trained_KD - start_KD).double().cpu())
+    return start_ND + (ones_ND @ change_XD).to(start_ND)
 
 
 def read_warm_start(path: str, kind: str, backbone: Backbone) -> WarmStart:

@@ -32,13 +32,12 @@ def decode(job: dict[str, Any]) -> list[dict[str, Any]]:
         draft = params.speculative.draft
         draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = job["heads"], job["depth"], 0, 0.0
         draft.cache_type_k = draft.cache_type_v = xl.ggml_type.GGML_TYPE_F32
-    server = xl.Server(params)
-    found = []
+    server, local, found = xl.Server(params), urllib.request.build_opener(urllib.request.ProxyHandler({})), []
     for prompt in job["prompts"]:
         fixed = {"temperature": 0, "cache_prompt": False, "return_tokens": True, "ignore_eos": not job["ends"]}
         body = json.dumps({"prompt": prompt, "n_predict": job["new_tokens"], **fixed}).encode()
         post = urllib.request.Request(f"{server.listening_address}/completion", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(post) as reply:  # handle_completions returns text alone
+        with local.open(post) as reply:  # handle_completions returns text alone
             answer = json.load(reply)
         found.append({"tokens": answer["tokens"], "accepted": answer["timings"].get("draft_n_accepted", 0)})
     return found
