@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import DV, KINDS, D, exported, make_home, refused
+from exported import DV, D, exported, make_home, refused
 from families import VOCAB, prompts, random_drafter
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,6 +20,7 @@ from headstart.cli.main import main
 from headstart.heads.backbone.adapter import new_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features
+from headstart.heads.checkpoint import load_drafter
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.files import PROVENANCE
 from headstart.support.files import file_hash
@@ -147,12 +148,11 @@ def test_transformers_drafts_with_dflash(home: Path, tmp_path: Path, monkeypatch
     ids = prompts((9,))[0][None]
     plain = model.generate(ids, max_new_tokens=16, do_sample=False)
     assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False, assistant_model=assistant, speculation_type="dflash"), plain)
-    on = load_backbone(str(home / "backbone"))
-    drafter = random_drafter("block", on, **KINDS["dflash"][1])
+    drafter = load_drafter(str(home / "dflash"), load_backbone(str(home / "backbone")))
     compared = [(text, theirs) for text, theirs in drafts if theirs.numel()]
     assert len(compared) > 3
     for text, theirs in compared:
-        features: Features = on.read(text[:, :-1], taps=drafter.taps)
+        features: Features = drafter.backbone.read(text[:, :-1], taps=drafter.taps)
         hidden, _ = drafter.step(drafter.begin(features), text[:, -1:], torch.zeros(1, 1, dtype=torch.int64), 0)
         assert drafter.readout(hidden, 0).argmax(-1)[:, : theirs.shape[1]].tolist() == theirs.tolist()
 
