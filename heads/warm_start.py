@@ -4,9 +4,7 @@ All tensors must have equal names and shapes, but for the output layers of anoth
 token. Heads whose weights are shared by all depths may therefore start from heads of another depth.
 
 Training moves the rows of the output layers mostly alike, so that a row as it was before training would win everywhere: SmolLM2's heads
-with 980 such rows among 8,192 got 5 % of first drafts right. Rows of new tokens are therefore moved by the affine map that fits the others best.
-
-Shape suffixes: D width, V backbone vocabulary, DV draft vocabulary.
+with 980 such rows among 8,192 got 5 % of first drafts right. Rows of new tokens are moved by the affine map that fits the others best.
 """
 
 from __future__ import annotations
