@@ -20,7 +20,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.results import memory_bandwidth, weight_bytes
 from headstart.inference.capture.capture import BackendName
-from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
 

@@ -22,9 +22,8 @@ from headstart.heads.backbone.features import Anchors, Features, gather_anchors
 from headstart.heads.backbone.hooks import recomputed
 from headstart.heads.card import Contents, write_checkpoint
 from headstart.heads.kv.rows import RowState
-from headstart.support.config import Depth, StrictModel
+from headstart.support.config import MAX_DEPTH, Depth, StrictModel
 from headstart.support.errors import UserError
-from headstart.support.numeric_limits import MAX_DEPTH
 from headstart.support.pytree import list_tensors, map_tensors
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.recurrent import Added
 from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request

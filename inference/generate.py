@@ -25,7 +25,7 @@ from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import AGAIN, chat_of, load_drafter, read_metadata, recipe_section
-from headstart.inference.adaptive.acceptance import Acceptance
+from headstart.inference.acceptance import Acceptance
 from headstart.inference.capture.capture import BackendName, dependencies, warn_once
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.inputs import read_images
@@ -36,9 +36,7 @@ from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.handover import entry, handed_streamer, turn
 from headstart.inference.output import GenerateOutput, output_of
 from headstart.inference.runtime import Engine
-from headstart.inference.sources.forced import ForcedProposer
-from headstart.inference.sources.proposer import Proposer
-from headstart.inference.sources.proposer_source import ProposerSource
+from headstart.inference.sources.proposer import ForcedProposer, Proposer, ProposerSource
 from headstart.support.devices import plain_arithmetic, without_autocast
 from headstart.support.errors import UserError, waiting
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from headstart.inference.adaptive.acceptance import Choice, best_tree
-from headstart.inference.adaptive.latency import FIRST_NODES, PASS, CostModel, Costs
-from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.acceptance import Choice, best_tree
+from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.tree import TREE_SIZES, CandidateTree, Pool, graph_size
+from headstart.inference.latency import FIRST_NODES, PASS, CostModel, Costs
 from headstart.inference.sources.source import Rows, Source
 
 Kind = TypeVar("Kind", bound=Source)

@@ -20,16 +20,15 @@ import torch
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
-from headstart.inference.adaptive.acceptance import Acceptance
+from headstart.inference.acceptance import Acceptance
 from headstart.inference.capture.backend import is_out_of_memory
 from headstart.inference.capture.capture import HOOKED, BackendName, Capturer, hooks, sample_of
 from headstart.inference.capture.plugin import Collect
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.chains import reader_of
+from headstart.inference.engine.reader import reader_of
 from headstart.inference.policy import Policy
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.proposer import Proposer
-from headstart.inference.sources.proposer_source import ProposerSource
+from headstart.inference.sources.proposer import Proposer, ProposerSource
 from headstart.inference.sources.source import Source
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.backbone.shipped import HEADS
-from headstart.support.numeric_limits import MAX_BATCH, MAX_DEPTH, MAX_NODES, MAX_SEED, MAX_WIDTH, TEMPERATURES, is_temperature, max_threads
+from headstart.support.config import MAX_BATCH, MAX_DEPTH, MAX_NODES, MAX_SEED, MAX_WIDTH, TEMPERATURES, is_temperature, max_threads
 
 DEBUG = "--debug"
 PROPOSERS = ("suffix", "recycling", "history")

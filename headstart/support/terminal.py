@@ -1,4 +1,4 @@
-"""Terminal output: tables, aligned text and progress; on a terminal coloured unless NO_COLOR is set, elsewhere plain."""
+"""Output for people: tables, aligned text and progress, on a terminal coloured unless NO_COLOR is set; and reports as one HTML page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import TextIO, TypeVar
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from rich import table
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -87,3 +89,23 @@ def watched(items: Iterable[Item], what: str, unit: str) -> Iterator[Item]:
         for item in items:
             yield item
             bar.update()
+
+
+_environment = Environment(
+    loader=PackageLoader("headstart.support", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled part of a page: a sentence about it, and tables and other HTML."""
+
+    title: str
+    about: str
+    parts: Sequence[Table | Markup]
+
+
+def page(title: str, about: Sequence[str], sections: Sequence[Section]) -> str:
+    """Render a whole page. Sections without parts are left out."""
+    shown = [section for section in sections if section.parts]
+    return _environment.get_template("page.html.j2").render(title=title, about=about, sections=shown)

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.inference.adaptive.latency import PASS, Costs
 from headstart.inference.beam.drafts import HOST_PART, Breadth, Drafting, Row
 from headstart.inference.beam.search import Search, Sequences
 from headstart.inference.beam.trie import read_tries
-from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.processing import History
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.texts import Prompts
 from headstart.inference.engine.tree import TreeShape
+from headstart.inference.latency import PASS, Costs
 from headstart.inference.policy import Policy
 from headstart.inference.steps import PARTS, Step
 from headstart.support.errors import UserError

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.adaptive.latency import Costs
 from headstart.inference.beam.search import Search
 from headstart.inference.beam.trie import BeamTrie
-from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.tree import BEAM_WIDTH, TreeShape, padded_size
+from headstart.inference.latency import Costs
 from headstart.inference.policy import Policy
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.levels import Level
-from headstart.inference.sources.proposer_source import ProposerSource
+from headstart.inference.sources.proposer import ProposerSource
 from headstart.inference.sources.source import DraftScoring
 from headstart.support.pytree import list_tensors, map_tensors
 

@@ -12,8 +12,7 @@ from headstart.inference.bench.judging import FAULT, IDENTICAL, TITLES, name
 from headstart.support.errors import UserError
 from headstart.support.files import as_path
 from headstart.support.json_text import Form, fault, read_json
-from headstart.support.page import Section, page
-from headstart.support.terminal import Table, show
+from headstart.support.terminal import Section, Table, page, show
 
 Row = dict[str, Any]
 MUST_AGREE = ("backbone", "prompts_files", "prompts", "tasks", "max_new_tokens", "seed", "dtype", "device", "threads")

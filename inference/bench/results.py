@@ -19,7 +19,7 @@ import torch
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.inference.bench.systems import HeadstartSystem, System, SystemResult
-from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.measure import Settings
 from headstart.inference.steps import Tally

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.capture.capture import CaptureReport
-from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_by_transformers, continue_texts

@@ -16,8 +16,7 @@ from headstart.chat.messages import shortened
 from headstart.chat.prompts import Prompt
 from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE, TITLES, name, sentence, setting
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, SystemResult
-from headstart.support.page import Section, page
-from headstart.support.terminal import Table, show
+from headstart.support.terminal import Section, Table, page, show
 from headstart.support.text import token_texts
 
 Row = dict[str, Any]

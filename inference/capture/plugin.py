@@ -3,14 +3,16 @@
     [project.entry-points."headstart.capture"]
     cpu = "headstart_cpu.plugin:CPU"
 
-Without it everything decodes, with heads as without.
+Without it everything decodes, with heads as without. `region` marks parts of a function that such a package may compile by themselves.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,3 +95,27 @@ def compile_lacking(heads: Any, batch: int = 1) -> None:
     found = plugin(heads.backbone.device.type)
     if found is not None:
         found.compile_lacking(heads, batch)
+
+
+Mark = Callable[[], Callable[[], None]]
+_mark: ContextVar[Mark | None] = ContextVar("marking regions", default=None)
+
+
+@contextmanager
+def region() -> Iterator[None]:
+    """What is traced in this block is one region."""
+    mark = _mark.get()
+    leave: Any = None if mark is None else mark()
+    yield
+    if leave is not None:
+        leave()
+
+
+@contextmanager
+def marking(mark: Mark) -> Iterator[None]:
+    """Within this context `region` calls ``mark`` at its start, and what that returns at its end."""
+    token = _mark.set(mark)
+    try:
+        yield
+    finally:
+        _mark.reset(token)

@@ -1,5 +1,7 @@
 """The backbone's forward passes during decoding: prefill, and verification of tree nodes with a tree mask, which is a captured function.
 
+Models that verify chains are read a row at a time, since their states cannot be ragged (`ChainReader`).
+
 Shape suffixes: B batch, T positions, N nodes of this pass, M nodes with slots (the N included), S slots, D width, V vocabulary.
 """
 
@@ -9,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.chain_cache import ChainCache, ChainRow, as_steps, mixers_of
 from headstart.heads.backbone.features import Features, join_features, stack_rows
 from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.recurrent import Added, Branch, States
@@ -206,3 +210,38 @@ class Reader:
                 return function(*inputs)
 
         return run
+
+
+def reader_of(backbone: Backbone, taps: tuple[int, ...], capturer: Capturer) -> Reader:
+    """The reader for a backbone: of trees, or of chains where it cannot read trees."""
+    return (Reader if backbone.no_trees is None else ChainReader)(backbone, taps, capturer)
+
+
+class ChainReader(Reader):
+    """Reads prompts and chains with transformers' own cache; nothing is captured."""
+
+    def __init__(self, backbone: Backbone, taps: tuple[int, ...], capturer: Capturer) -> None:
+        super().__init__(backbone, taps, capturer)
+        self.mixers = mixers_of(backbone.model)
+
+    def prompts(self, tokens_BT: Tensor, lengths_B: Tensor, images: Sequence[Images | None] = ()) -> tuple[Features, ChainCache]:  # type: ignore[override]
+        parts, rows = [], []
+        for tokens_T, length, own in zip_longest(tokens_BT, lengths_B.tolist(), images):
+            cache = DynamicCache(config=self.backbone.config)
+            parts.append(self._read_after(0, tokens_T[None, :length], cache, own))
+            rows.append(ChainRow(cache, length, 0 if own is None else own.offset))
+        return stack_rows(parts), ChainCache(rows, tokens_BT.device)
+
+    def tree(self, cache: ChainCache, tree: CandidateTree) -> tuple[Features, Tensor, None]:  # type: ignore[override]
+        features = stack_rows([self._read_chain(row, chain) for row, chain in zip(cache.rows, tree.tokens, strict=True)])
+        return features, self.backbone.readout(features.hidden_BTD), None
+
+    def _read_chain(self, row: ChainRow, chain: list[int]) -> Features:
+        def run(tokens: list[int], start: int, cache: DynamicCache) -> Features:
+            with as_steps(self.mixers, len(tokens)):
+                return self._read_after(start + row.offset, torch.tensor([tokens], device=self.backbone.device), cache)
+
+        return map_tensors(lambda value_1T: value_1T[:, -len(chain) :], row.read(chain, run))
+
+    def _read_after(self, start: int, tokens_1T: Tensor, cache: DynamicCache, images: Images | None = None) -> Features:
+        return self.backbone.read(tokens_1T, cache, start + self._places(tokens_1T), None, self.taps, images)

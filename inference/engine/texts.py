@@ -19,8 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.images import Images
 from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.inference.engine.continued import Continued
-from headstart.inference.engine.inputs import require_text
+from headstart.inference.engine.inputs import Continued, require_text
 from headstart.inference.engine.processing import History
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request, require_side

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headstart.heads.base import require_count
 from headstart.heads.kv.tree_mask import ancestors_from_parents
-from headstart.support.numeric_limits import MAX_DEPTH, MAX_NODES, MAX_WIDTH
+from headstart.support.config import MAX_DEPTH, MAX_NODES, MAX_WIDTH
 
 TREE_SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Candidate tree sizes (nodes per row, the root included) that decoding chooses from."""

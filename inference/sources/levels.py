@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.inference.capture.marks import region
+from headstart.inference.capture.plugin import region
 from headstart.inference.sources.source import DraftScoring
 
 GROUP, GROUPED = 64, 1 << 14

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.inference.adaptive.acceptance import Acceptance
-from headstart.inference.engine.filters import Filters
-from headstart.inference.engine.processing import Processing
+from headstart.inference.acceptance import Acceptance
+from headstart.inference.engine.processing import Filters, Processing
 from headstart.inference.engine.tree import Pool, TreeShape
 
 BATCH_POWER = 4

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.adaptive.acceptance import shifted
-from headstart.inference.capture import stopwatch
+from headstart.inference.acceptance import shifted
+from headstart.inference.capture import captured
 from headstart.inference.engine.tree import TREE_SIZES, Pool
 from headstart.inference.policy import Policy
 from headstart.inference.sources.source import Accepted, Rows, Source
@@ -42,7 +42,7 @@ class Clock:
 def simulated_time() -> Iterator[Clock]:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stopwatch, "time", clock)
+        patch.setattr(captured, "time", clock)
         yield clock
 
 

@@ -28,9 +28,9 @@ from simulated import (
     simulated_time,
 )
 
-from headstart.inference.adaptive.acceptance import TEXT_SPREAD, Acceptance, Offset, best_tree
-from headstart.inference.adaptive.latency import PASS, Costs
+from headstart.inference.acceptance import TEXT_SPREAD, Acceptance, Offset, best_tree
 from headstart.inference.engine.tree import Pool
+from headstart.inference.latency import PASS, Costs
 from headstart.inference.policy import Draft, Policy
 from headstart.inference.sources.source import Rows
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
-from headstart.inference.capture import stopwatch
+from headstart.inference.capture import captured
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -22,7 +22,7 @@ class SimulatedClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A forward pass takes 2 ms, and 2 % more for each further node."""
         self.seconds = 0.0
-        monkeypatch.setattr(stopwatch, "time", self)
+        monkeypatch.setattr(captured, "time", self)
         read = Reader.tree
 
         def timed(reader: Reader, cache: Any, tree: CandidateTree) -> Any:

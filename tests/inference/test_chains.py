@@ -15,9 +15,9 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.chain_cache import MOST_PENDING, ChainRow, copied, mixers_of
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.early_exit import EarlyExit
-from headstart.inference.engine.chains import ChainReader
 from headstart.inference.engine.judge import Judge, Text
 from headstart.inference.engine.processing import Processing
+from headstart.inference.engine.reader import ChainReader
 from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, chain
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.policy import Policy

@@ -19,9 +19,8 @@ from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.heads.kv.rows import AHEAD, STEP, FixedMemory, octave_up, padded_rows, rounded_up
 from headstart.inference.capture import cuda_graph
 from headstart.inference.capture.capture import BACKENDS, Capturer, CaptureReport, choose
-from headstart.inference.capture.captured import PATIENCE, Captured
+from headstart.inference.capture.captured import PATIENCE, Captured, Stopwatch
 from headstart.inference.capture.cuda_graph import AtFixedAddresses, CudaGraph, Writes
-from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import graph_size
 
 

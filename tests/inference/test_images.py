@@ -24,8 +24,8 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.images import load_processor
 from headstart.inference.capture.capture import warn_once
 from headstart.inference.engine.inputs import read_images
+from headstart.inference.engine.judge import Rounding
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.rounding import Rounding
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers import made

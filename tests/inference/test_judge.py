@@ -10,11 +10,10 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.engine import judge as judging
-from headstart.inference.engine.judge import Judge, Text
+from headstart.inference.engine.judge import Judge, Rounding, Text
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.reader import Reader
-from headstart.inference.engine.rounding import Rounding
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text

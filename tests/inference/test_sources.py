@@ -12,12 +12,12 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter, DrafterConfig
-from headstart.inference.adaptive.latency import PASS, Costs
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.capture.stopwatch import void_running
+from headstart.inference.capture.captured import void_running
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.latency import PASS, Costs
 from headstart.inference.policy import Draft, Policy
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.proposer import Candidates, Proposer

@@ -10,10 +10,10 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
-from headstart.inference.adaptive.acceptance import Acceptance, Table
-from headstart.inference.adaptive.latency import INTERVAL, PASS, CostModel, Costs, RecentTimes
+from headstart.inference.acceptance import Acceptance, Table
 from headstart.inference.engine.tree import TREE_SIZES, Pool
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.latency import INTERVAL, PASS, CostModel, Costs, RecentTimes
 from headstart.inference.policy import Draft, Policy
 from headstart.inference.sources.source import Rows
 

@@ -13,7 +13,7 @@ from families import backbone, heads, prompts, say, tiny
 
 import headstart
 from headstart.heads.card import METADATA
-from headstart.inference.adaptive.acceptance import Acceptance
+from headstart.inference.acceptance import Acceptance
 from headstart.inference.engine.tree import Pool
 from headstart.support.errors import UserError
 from headstart.training.data.sample import whole

@@ -28,8 +28,7 @@ from headstart.chat.template import template_hash
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.errors import UserError
-from headstart.support.page import Section, page
-from headstart.support.terminal import labelled
+from headstart.support.terminal import Section, labelled, page
 from headstart.support.text import token_texts, visible
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, most_frequent, require_vocabulary

@@ -21,8 +21,8 @@ from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.inference.bench.systems import OtherPrograms
 from headstart.inference.engine.request import device_memory
+from headstart.support.config import MAX_MEMORY_GB
 from headstart.support.errors import UserError, waiting
-from headstart.support.numeric_limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import check_data, load_data, read_images, require_vocabulary
 from headstart.training.data.kept import Splits

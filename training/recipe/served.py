@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from headstart.support.config import RuleError, StrictModel, Temperature
+from headstart.support.config import MAX_BATCH, RuleError, StrictModel, Temperature
 from headstart.support.errors import UserError
-from headstart.support.numeric_limits import MAX_BATCH
 from headstart.training.recipe.sections import Text
 
 VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")

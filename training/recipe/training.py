@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from headstart.support.config import RuleError, StrictModel, Temperature
-from headstart.support.numeric_limits import MAX_NODES, MAX_STEP_SEQUENCES, MAX_WIDTH
+from headstart.support.config import MAX_NODES, MAX_STEP_SEQUENCES, MAX_WIDTH, RuleError, StrictModel, Temperature
 from headstart.training.recipe.sections import Fraction, Text
 
 TERMS = ("kl", "reverse_kl", "js", "ce", "tv", "lk_alpha", "lk", "topk_kl", "features")

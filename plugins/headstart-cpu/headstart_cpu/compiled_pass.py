@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.inference.capture.backend import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
-from headstart.inference.capture.captured import warn_once
-from headstart.inference.capture.stopwatch import void_running
+from headstart.inference.capture.captured import void_running, warn_once
 from headstart.support.pytree import builder, flatten
 from headstart_cpu import store
 from headstart_cpu.kernels import Damaged

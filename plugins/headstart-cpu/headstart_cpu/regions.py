@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from headstart.heads.backbone import tree_attention  # noqa: F401  (registers an operation)
-from headstart.inference.capture.marks import marking
+from headstart.inference.capture.plugin import marking
 from headstart_cpu import kernels  # noqa: F401  (as above)
 from headstart_cpu.program import NotCompiled, Region, Size
 

@@ -17,9 +17,8 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.heads.kv.rows import FixedMemory
 from headstart.inference.capture.capture import BackendName, Capturer
-from headstart.inference.capture.captured import PATIENCE, SHORT_PATIENCE, Captured
-from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.filters import Filters
+from headstart.inference.capture.captured import PATIENCE, SHORT_PATIENCE, Captured, Stopwatch
+from headstart.inference.engine.processing import Filters
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.drafter_source import DrafterSource

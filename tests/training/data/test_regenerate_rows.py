@@ -13,7 +13,7 @@ from test_endpoint import ask as ask_server  # noqa: F401
 from test_regenerate import ask, dialogues, result, rows_of, talker  # noqa: F401
 
 from headstart.inference.decode import Decoder
-from headstart.inference.sources.proposer_source import MAX_PROPOSER_ROWS, ProposerSource
+from headstart.inference.sources.proposer import MAX_PROPOSER_ROWS, ProposerSource
 from headstart.support import terminal
 from headstart.training.regenerate.partial import PartialFile
 
