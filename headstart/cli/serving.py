@@ -196,6 +196,7 @@ def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Ba
     from headstart.heads.checkpoint import require_sizes
     from headstart.serving.importing import Wishes, prompts_for
     from headstart.serving.layouts.checkpoint import load_ends
+    from headstart.serving.verify.verify import require_engine
 
     for file in args.prompts or []:
         require_prompts(file)
@@ -205,6 +206,7 @@ def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Ba
         if args.prompts:
             raise UserError("--prompts are for an engine (--engine vllm or llama.cpp); without one no text is written")
         return load_ends(name), [], ""
+    require_engine(args.engine)
     backbone = load_backbone(name, dtype="fp32", device="cpu")
     if backbone.refusal is not None:
         raise UserError(f"{backbone.refusal}: leave out --engine {args.engine}, and drafts are compared without running the backbone")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import headstart
 from headstart.cli.main import main
 from headstart.heads.backbone.fingerprint import tokenizer_digest
 from headstart.heads.backbone.model_config import read_end_tokens
+from headstart.serving.verify.vllm import VLLM
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import dump_yaml
 
@@ -155,7 +157,7 @@ def test_cache_inspect_and_regenerate(trained: Path, at: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_export_verify_and_import(trained: Path, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_verify_and_import(trained: Path, at: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = said(capsys, "export", "--heads", "heads", "--to", "vllm", "--out", "served")
     assert "the backbone is a GGUF file, which few engines load" in out
     for folder in ("served", "heads"):
@@ -163,6 +165,7 @@ def test_export_verify_and_import(trained: Path, at: Path, capsys: pytest.Captur
     said(capsys, "import", "served", "--backbone", "chat.gguf", "--out", "imported")
     said(capsys, "push", "heads", "someone/heads", "--dry-run", "pushed")
     assert 'model = headstart.load_backbone("chat.gguf").model' in (at / "pushed" / "README.md").read_text()
+    monkeypatch.setenv(VLLM.variable, sys.executable)
     assert "vLLM is verified with a backbone of safetensors" in failed(capsys, "verify", "served", "--engine", "vllm")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from headstart.inference.generate import SpeculativeModel, load
 from headstart.serving.layouts.files import read_files
 from headstart.serving.verify import verify as verification
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
+from headstart.serving.verify.vllm import VLLM
 
 PROMPTS = ([5, 9, 33, 12, 7], [1, 2, 3, 4, 50, 60, 7])
 
@@ -67,4 +70,4 @@ def plain_reader_agrees(folder: Path, heads: str, backbone: Backbone) -> bool:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, engine: Callable[..., list[Transcript]]) -> None:
     """Have ``headstart verify`` ask this engine, whichever it is told to."""
-    monkeypatch.setattr(verification, "ENGINES", dict.fromkeys(verification.ENGINES, engine))
+    monkeypatch.setattr(verification, "ENGINES", dict.fromkeys(verification.ENGINES, (replace(VLLM, python=Path(sys.executable)), engine)))

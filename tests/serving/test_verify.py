@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,9 @@ from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.serving.layouts.files import read_files
 from headstart.serving.reference import reference
 from headstart.serving.verify.drafts import EngineSettings, Transcript, Verdict
+from headstart.serving.verify.llamacpp import LLAMACPP
 from headstart.serving.verify.verify import Check, verify
+from headstart.serving.verify.vllm import VLLM
 
 Damage = Callable[[dict[str, Any], dict[str, Tensor]], object]
 PROMPTS = [[5, 9, 33, 12, 7], [1, 2, 3, 4, 50, 60, 7]]
@@ -226,7 +229,7 @@ def test_a_checkpoint_is_verified_by_itself(house: Path, tmp_path: Path, capsys:
     assert "is truncated or changed (its hash is not the one in headstart.json)" in capsys.readouterr().out
 
 
-def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = copied(house / "eagle3", tmp_path / "export")
     config = json.loads((plain / "config.json").read_text())
     odd, rows = tmp_path / "odd", tmp_path / "rows.jsonl"
@@ -235,6 +238,10 @@ def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.Cap
     (odd / "config.json").write_text('{"architectures": ["Strange"]}')
     save_file({"x": torch.ones(2)}, odd / "model.safetensors")
     tiny("llama", seed=5).save_pretrained(tmp_path / "other")
+    monkeypatch.setenv(VLLM.variable, sys.executable)
+    monkeypatch.setenv(LLAMACPP.variable, str(tmp_path / "none"))
+    unloadable = copied(house / "backbone", tmp_path / "backbone")
+    (unloadable / "model.safetensors").write_bytes(b"")
     on = ["--backbone", str(house / "backbone")]
     for arguments, fault in [
         ([str(tmp_path / "nowhere"), *on], "no heads at"),
@@ -243,6 +250,7 @@ def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.Cap
         ([str(plain), "--heads", str(house / "eagle3"), "--backbone", str(tmp_path / "other")], "with other weights"),
         ([str(plain), *on, "--engine", "vllm", "--max-new-tokens", "250"], "leaves no room for prompts"),
         ([str(plain), *on, "--prompts", str(rows)], "--prompts are for an engine"),
+        ([str(plain), "--backbone", str(unloadable), "--engine", "llama.cpp"], "is no file; name the Python"),  # before it is loaded
         ([str(plain), *on, "--engine", "sglang"], "invalid choice: 'sglang'"),
     ]:
         try:

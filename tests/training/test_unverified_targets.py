@@ -3,6 +3,7 @@ from a cache and a server, export, verify on stored features."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from headstart.cli.train import main as train
 from headstart.heads.backbone.head_only import final_norm, load_head_only
 from headstart.heads.backbone.hooks import tapped
 from headstart.heads.backbone.probes import decoder_layers
+from headstart.serving.verify.vllm import VLLM
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 EAGLE = {"kind": "eagle3", "depth": 2, "taps": [1, 2, 3]}
@@ -142,7 +144,7 @@ def test_what_needs_masks_is_refused_in_one_line(change: str, message: str, targ
 
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 def test_an_export_is_verified_without_running_the_backbone(
-    to: str, target: Any, cached: tuple[Path, Any], tmp_path: Path, capsys: Any
+    to: str, target: Any, cached: tuple[Path, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal as it is, and different where it is damaged; an engine, which decodes, is refused in one line."""
     folder, out = cached[0], tmp_path / "exported"
@@ -151,6 +153,7 @@ def test_an_export_is_verified_without_running_the_backbone(
     assert main(["verify", str(out)]) == 0 and capsys.readouterr().out.startswith("EQUAL: ")
     assert main(["verify", str(folder / "cached")]) == 0  # a checkpoint of Headstart is its own original
     if not decodes(target):
+        monkeypatch.setenv(VLLM.variable, sys.executable)
         assert main(["verify", str(out), "--engine", "vllm"]) == 2
         assert "train and export only" in (line := said(capsys)) and "leave out --engine vllm" in line
     file = next(out.glob("*.safetensors"))

@@ -31,6 +31,8 @@ class EngineProcess:
     """Where `make engines` puts it in a checkout."""
     driver: Path
     environment: dict[str, str] = field(default_factory=dict)
+    quantised: str = ""
+    """Why its texts and drafts differ on a quantised backbone, if they do."""
 
     def find_python(self) -> Path:
         """Return the Python of an environment with the engine. Raises UserError if there is none."""

@@ -23,14 +23,11 @@ from headstart.serving.reading import build, original_of, read_exported, recogni
 from headstart.serving.reference import agreement, reference
 from headstart.serving.verify import llamacpp, vllm
 from headstart.serving.verify.drafts import Engine, EngineSettings, Verdict, compare
+from headstart.serving.verify.process import EngineProcess
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_json
 
-ENGINES: dict[str, Engine] = {"vllm": vllm.draft, "llama.cpp": llamacpp.draft}
-QUANTISED = (
-    "llama.cpp multiplies quantised weights by inputs of 8 bits, so that texts and drafts differ where scores are close; "
-    "an F32 file of the backbone shows what is due to the heads"
-)
+ENGINES: dict[str, tuple[EngineProcess, Engine]] = {"vllm": (vllm.VLLM, vllm.draft), "llama.cpp": (llamacpp.LLAMACPP, llamacpp.draft)}
 AGREES = "read back, these files draft what the trained heads do: the difference is the engine's own"
 
 
@@ -59,6 +56,11 @@ class Check:
     def original(self) -> str | None:
         own = str(self.folder) if (self.folder / METADATA).is_file() else None
         return self.heads if self.heads is not None else own
+
+
+def require_engine(name: str) -> None:
+    """Raise UserError if that engine is not installed."""
+    ENGINES[name][0].find_python()
 
 
 @torch.no_grad()
@@ -163,8 +165,9 @@ def _against_engine(check: Check, verdict: Verdict, drafter: Drafter | None) -> 
         return
     settings = EngineSettings(check.depth or drafter.depth, check.new_tokens, end_tokens(check.backbone.model.generation_config))
     drafter.require_depth(settings.depth)
+    process, draft = ENGINES[check.engine]
     try:
-        transcripts = ENGINES[check.engine](check.folder, resolve(check.backbone.name), check.prompts, settings)
+        transcripts = draft(check.folder, resolve(check.backbone.name), check.prompts, settings)
     except UserError as error:
         if not verdict.faults:
             raise
@@ -175,5 +178,5 @@ def _against_engine(check: Check, verdict: Verdict, drafter: Drafter | None) -> 
     if not verdict.comparison.equal and verdict.reference is not None and verdict.reference.whole:
         verdict.notes.append(AGREES)
     gguf = check.backbone.gguf
-    if not verdict.comparison.equal and check.engine == "llama.cpp" and gguf is not None and gguf.type != "F32":
-        verdict.notes.append(QUANTISED)
+    if not verdict.comparison.equal and process.quantised and gguf is not None and gguf.type != "F32":
+        verdict.notes.append(process.quantised)
