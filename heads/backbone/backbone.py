@@ -22,7 +22,7 @@ from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.images import Images, placeholders
-from headstart.heads.backbone.probes import additive_mask, rope_switch
+from headstart.heads.backbone.probes import additive_mask
 from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.backbone.tree_attention import EXACT_FROM, repeated_tokens, tree_attention
 from headstart.heads.backbone.versions import cache_argument, say_untested
@@ -63,7 +63,7 @@ class Backbone:
         self.vocab: int = self.unembed.weight.shape[0]
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int | None = (stated := self.config.to_dict()).get("max_position_embeddings") or stated.get("n_positions")
-        self.rope_limit, self.rope_switches_once = rope_switch(self.config)
+        self.rope_limit, self.rope_switches_once = model_config.rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
         self.placeholders = placeholders(model.config)
         self.layers = probes.decoder_layers(model, self.num_layers)
