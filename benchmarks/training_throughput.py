@@ -25,9 +25,8 @@ from program import options, run
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batches import Batch, BatchSampler
 from headstart.training.data.data import count_labels, load_data, most_frequent
-from headstart.training.data.packing import Batch
 from headstart.training.features.between_epochs import FeaturesBetweenEpochs
 from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.objective.anchors import StepKey

@@ -31,7 +31,7 @@ from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.errors import cause
 from headstart.support.terminal import progress
 from headstart.support.text import token_texts
-from headstart.training.data.packing import collate
+from headstart.training.data.batches import collate
 from headstart.training.data.sample import Sample
 from headstart.training.features.source import LiveFeatures
 from headstart.training.features.supplement import evaluated

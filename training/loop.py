@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 from headstart.training.evaluation import evaluate_all, prepare_evaluations
 from headstart.training.features.between_epochs import discard_kept
 from headstart.training.features.served import FeaturesLost

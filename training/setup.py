@@ -23,7 +23,7 @@ from headstart.heads.checkpoint import require_savable
 from headstart.inference.engine.request import context_of
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, prompts, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample

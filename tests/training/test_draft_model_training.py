@@ -26,8 +26,8 @@ from headstart.heads.checkpoint import load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.support.errors import UserError
+from headstart.training.data.batches import collate
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import collate
 from headstart.training.features.on_policy import LiveWithCache
 from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss

@@ -21,8 +21,8 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.pytree import map_tensors
+from headstart.training.data.batches import collate
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import collate
 from headstart.training.features.on_policy import FeaturesWithCache, LiveWithCache
 from headstart.training.objective.anchors import SampledAnchors, StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss

@@ -20,8 +20,8 @@ from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
+from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import Batch, collate
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.anchors import StepKey
 from headstart.training.recipe.recipe import Objective, Train

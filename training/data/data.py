@@ -19,7 +19,7 @@ from headstart.chat.messages import prompt_length
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.images import image_reader
 from headstart.support.errors import UserError
-from headstart.training.data.batch_sampler import Mix
+from headstart.training.data.batches import Mix
 from headstart.training.data.check import Check, compare
 from headstart.training.data.columns import CONVERSATIONS, Column, find_column, say_unread, sound_rows
 from headstart.training.data.kept import Splits, keep_splits, read_splits, tokens_file

@@ -32,7 +32,7 @@ import headstart
 from headstart.chat.template import Template
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, cache_folder, value_hash
-from headstart.training.data.batch_sampler import Mix
+from headstart.training.data.batches import Mix
 from headstart.training.data.check import Check
 from headstart.training.data.rows import fingerprint
 from headstart.training.data.sample import Sample, Stats

@@ -22,8 +22,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.files import value_hash
 from headstart.support.text import gigabytes
-from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch, BatchSampler
 from headstart.training.features.codec import CacheFormat, Record, concatenate, with_teacher
 from headstart.training.features.manifest import FORMAT, save_tensors
 from headstart.training.features.source import FeatureSource, LiveFeatures

@@ -19,7 +19,7 @@ from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.support.pytree import map_tensors
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CacheFormat, concatenate
 from headstart.training.features.manifest import MANIFEST, Manifest, ShardReader, contents_of, format_of, read_manifest

@@ -24,7 +24,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.support.pytree import map_tensors
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 
 Record = dict[str, Tensor]
 """Stored tensors of one sample, or of several concatenated, by name."""

@@ -28,7 +28,7 @@ from headstart.support.errors import UserError
 from headstart.support.files import atomic, value_hash, write_json
 from headstart.support.hub import inside
 from headstart.support.json_text import read_json
-from headstart.training.data.batch_sampler import samples_hash
+from headstart.training.data.batches import samples_hash
 from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.codec import CacheFormat, Record

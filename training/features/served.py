@@ -26,7 +26,7 @@ from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 from headstart.training.features.arrival import asked, check, require_whole
 from headstart.training.features.codec import CacheFormat, Record, concatenate
 from headstart.training.features.server import Answer, Servers

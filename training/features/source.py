@@ -19,7 +19,7 @@ from headstart.heads.backbone.images import Images, with_positions
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
-from headstart.training.data.packing import Batch, collate
+from headstart.training.data.batches import Batch, collate
 from headstart.training.data.sample import Sample
 from headstart.training.recipe.recipe import Recipe
 

@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.start_values import probe_tokens
 from headstart.support.files import locked
-from headstart.training.data.batch_sampler import samples_hash
+from headstart.training.data.batches import collate, samples_hash
 from headstart.training.data.kept import Splits
-from headstart.training.data.packing import collate
 from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CacheFormat, Record, with_teacher
 from headstart.training.features.manifest import Manifest, save_tensors

@@ -23,8 +23,8 @@ from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.support.files import discard_unfinished, locked
 from headstart.support.text import gigabytes
+from headstart.training.data.batches import batches_by_length, collate
 from headstart.training.data.kept import Splits
-from headstart.training.data.packing import batches_by_length, collate
 from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CHUNK, CacheFormat, Record, concatenate, single_row, with_teacher
 from headstart.training.features.manifest import Manifest, open_shard, save_tensors

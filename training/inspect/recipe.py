@@ -31,7 +31,7 @@ from headstart.support.errors import UserError
 from headstart.support.page import Section, page
 from headstart.support.terminal import labelled
 from headstart.support.text import token_texts, visible
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, most_frequent, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample

@@ -35,7 +35,7 @@ from headstart.heads.layers.causal_attention import ChunkPolicy, use_chunk_polic
 from headstart.support.devices import torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 from headstart.training.features.backbone import opens_head_only
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.anchors import SampledAnchors

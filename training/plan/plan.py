@@ -23,7 +23,7 @@ from headstart.inference.bench.systems import OtherPrograms
 from headstart.inference.engine.request import device_memory
 from headstart.support.errors import UserError, waiting
 from headstart.support.numeric_limits import MAX_MEMORY_GB
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import check_data, load_data, read_images, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file

@@ -13,8 +13,8 @@ from headstart.heads.checkpoint import read_metadata, require_sizes
 from headstart.heads.warm_start import WarmStart, read_warm_start, require_kind
 from headstart.support.errors import UserError
 from headstart.support.terminal import progress
+from headstart.training.data.batches import FORWARD_TOKENS, batches_by_length, collate
 from headstart.training.data.data import LabelCounts, most_frequent
-from headstart.training.data.packing import FORWARD_TOKENS, batches_by_length, collate
 from headstart.training.data.sample import Sample
 from headstart.training.features.source import FeatureSource
 from headstart.training.features.supplement import chosen_texts

@@ -14,7 +14,7 @@ from torch import nn
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 from headstart.training.features.on_policy import FeaturesWithCache
 from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.objective.anchors import StepKey, sample_anchors

@@ -25,7 +25,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.support.devices import not_compilable
 from headstart.support.errors import UserError
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 from headstart.training.features.source import FeatureSource
 from headstart.training.log.log import Meter, Result
 from headstart.training.objective.anchors import StepKey
