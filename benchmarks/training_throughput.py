@@ -29,8 +29,7 @@ from headstart.training.data.batches import Batch, BatchSampler
 from headstart.training.data.data import count_labels, load_data, most_frequent
 from headstart.training.features.between_epochs import FeaturesBetweenEpochs
 from headstart.training.features.source import FeatureSource, LiveFeatures
-from headstart.training.objective.anchors import StepKey
-from headstart.training.objective.loss_rows import count_label_tokens
+from headstart.training.objective.loss_rows import StepKey, count_label_tokens
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.optimizer import build_optimizer

@@ -23,7 +23,7 @@ from headstart.inference.measure import Settings, continue_text
 from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample
 from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.loss_rows import StepKey
 from headstart.training.recipe.recipe import Objective, Train
 from headstart.training.run.optimizer import build_optimizer, learning_rate
 from headstart.training.run.step import TrainStep

@@ -27,8 +27,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import chunk_policy
-from headstart.training.objective.anchors import StepKey, sample_anchors, text_rows
-from headstart.training.objective.loss_rows import LossRows, dense_rows
+from headstart.training.objective.loss_rows import LossRows, StepKey, dense_rows, sample_anchors, text_rows
 from headstart.training.objective.terms import (
     FEATURES,
     SoftTarget,

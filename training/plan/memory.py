@@ -38,12 +38,10 @@ from headstart.support.pytree import list_tensors
 from headstart.training.data.batches import Batch
 from headstart.training.features.backbone import opens_head_only
 from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.anchors import SampledAnchors
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import lm_loss
+from headstart.training.objective.loss_rows import SampledAnchors, lm_loss
 from headstart.training.objective.objective import objective
-from headstart.training.plan.fake_model import FakeModels
-from headstart.training.plan.memory_counter import MemoryCounter, Parts
+from headstart.training.plan.fake_model import FakeModels, MemoryCounter, Parts
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.defaults import autocast_name
 from headstart.training.run.optimizer import MuonAdamW, build_optimizer

@@ -17,9 +17,8 @@ from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch
 from headstart.training.features.on_policy import FeaturesWithCache
 from headstart.training.features.source import FeatureSource, LiveFeatures
-from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import LmLoss, lm_loss
+from headstart.training.objective.loss_rows import LmLoss, StepKey, lm_loss, sample_anchors
 from headstart.training.objective.objective import Sums, objective, on_policy_loss, require_comparable
 from headstart.training.objective.terms import FEATURES
 from headstart.training.recipe.sections import Lora

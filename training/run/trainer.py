@@ -28,7 +28,7 @@ from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch
 from headstart.training.features.source import FeatureSource
 from headstart.training.log.log import Meter, Result
-from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.loss_rows import StepKey
 from headstart.training.objective.objective import Sums
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
