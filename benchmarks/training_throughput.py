@@ -30,8 +30,7 @@ from headstart.training.data.data import count_labels, load_data, most_frequent
 from headstart.training.features.between_epochs import FeaturesBetweenEpochs
 from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.objective.loss_rows import StepKey, count_label_tokens
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import load_recipe
+from headstart.training.recipe.recipe import load_recipe, split_drafter
 from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.step import TrainStep
 

@@ -40,8 +40,7 @@ from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.plan import Machine
 from headstart.training.recipe import sections
-from headstart.training.recipe.drafter import VOCABULARY_KEY
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import VOCABULARY_KEY, Recipe
 from headstart.training.recipe.sections import Data
 from headstart.training.recipe.yaml_text import dump_yaml, merged, read_extended
 

@@ -29,8 +29,7 @@ from headstart.training.features.kept import FOLDER, KeptFeatures
 from headstart.training.features.manifest import Manifest, cached_time, contents_of, format_of, plan_shards, read_manifest
 from headstart.training.features.source import FeatureSource, taps_of
 from headstart.training.features.writer import bytes_missing, free_bytes, measured_errors, write_missing
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import Recipe, split_drafter
 
 
 @dataclass(frozen=True)

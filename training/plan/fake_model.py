@@ -42,8 +42,7 @@ from headstart.support.errors import UserError, cause
 from headstart.training.features.backbone import dtype_in_training, opens_head_only, read_config
 from headstart.training.features.source import taps_of
 from headstart.training.recipe import sections
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import Recipe, split_drafter
 from headstart.training.run.step import recompute
 
 

@@ -13,8 +13,7 @@ from headstart.heads.layers.layer_config import LayerShape
 from headstart.heads.methods import find_drafter, methods
 from headstart.support.config import describe
 from headstart.support.errors import UserError
-from headstart.training.recipe.drafter import SHARED_KEYS, DrafterOptions
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import SHARED_KEYS, DrafterOptions, Recipe
 from headstart.training.recipe.sections import Lora
 from headstart.training.recipe.yaml_text import KEY as EXTENDS
 

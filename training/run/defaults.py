@@ -13,8 +13,7 @@ import torch
 from accelerate.utils import is_bf16_available
 
 from headstart.heads.base import Drafter
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe, Train
+from headstart.training.recipe.recipe import Recipe, Train, split_drafter
 
 WIDTH, STEP_TOKENS, STEPS = 128, 512, 300
 """The size of run at which the learning rate is `PEAK`."""

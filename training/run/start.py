@@ -18,8 +18,7 @@ from headstart.training.data.data import LabelCounts, most_frequent
 from headstart.training.data.sample import Sample
 from headstart.training.features.source import FeatureSource
 from headstart.training.features.supplement import chosen_texts
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import Recipe, split_drafter
 from headstart.training.run.sharding import is_sharded
 
 CPU_POSITIONS = 1024

@@ -30,8 +30,7 @@ from headstart.training.features.source import FeatureSource
 from headstart.training.log.log import Meter, Result
 from headstart.training.objective.loss_rows import StepKey
 from headstart.training.objective.objective import Sums
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import Recipe, split_drafter
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
 from headstart.training.run.defaults import Chosen
 from headstart.training.run.optimizer import Average, adapter_rise, build_optimizer, in_place_of_weights, learning_rate
