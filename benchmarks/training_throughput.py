@@ -27,7 +27,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.training.data.batches import Batch, BatchSampler
 from headstart.training.data.data import count_labels, load_data, most_frequent
-from headstart.training.features.between_epochs import FeaturesBetweenEpochs
+from headstart.training.features.cached import FeaturesBetweenEpochs
 from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.objective.loss_rows import StepKey, count_label_tokens
 from headstart.training.recipe.recipe import load_recipe, split_drafter

@@ -32,34 +32,21 @@ from headstart.support.errors import cause
 from headstart.support.terminal import progress
 from headstart.support.text import token_texts
 from headstart.training.data.batches import collate
-from headstart.training.data.sample import Sample
+from headstart.training.data.samples import Sample
+from headstart.training.features.cached import evaluated
 from headstart.training.features.source import LiveFeatures
-from headstart.training.features.supplement import evaluated
 from headstart.training.objective.fused import FusedLoss, acceptance
 from headstart.training.objective.loss_rows import count_label_tokens, lm_loss
 from headstart.training.recipe.recipe import Eval
-from headstart.training.run.processes import StopSignal, any_of
-from headstart.training.run.sharding import is_sharded
+from headstart.training.run.processes import StopSignal, any_of, is_sharded
 from headstart.training.run.trainer import DrafterTrainer
-from headstart.training.saving import save_results
 from headstart.training.setup import Run
 
 STEP_SECONDS = 300.0
 """The longest that processes that decode together may be apart."""
 
 
-def evaluate_all(run: Run, signal: StopSignal) -> bool:
-    """Evaluate every trainer after this step and add the results to what was saved at it; returns True if a signal ended the evaluation.
-
-    Any other failure is a warning, with its traceback in the log; `Run.pending` then stays True, and the step is evaluated when it is
-    resumed.
-    """
-    run.pending = not all([_evaluate(run, trainer, signal) for trainer in run.trainers])
-    _guarded(run, lambda: save_results(run))
-    return any_of(run.accelerator, signal.received, run.control)
-
-
-def _evaluate(run: Run, trainer: DrafterTrainer, signal: StopSignal) -> bool:
+def evaluate_trainer(run: Run, trainer: DrafterTrainer, signal: StopSignal) -> bool:
     """Return True if it was evaluated, to the end or to ``eval.max_seconds``."""
     done = False
 
@@ -69,11 +56,11 @@ def _evaluate(run: Run, trainer: DrafterTrainer, signal: StopSignal) -> bool:
             if run.accelerator.is_main_process or is_sharded(run.backbone):
                 done = _measure(run, trainer, drafter, signal)
 
-    _guarded(run, measure)
+    guarded(run, measure)
     return any_of(run.accelerator, done, run.control)  # all wait for the main process
 
 
-def _guarded(run: Run, work: Callable[[], None]) -> None:
+def guarded(run: Run, work: Callable[[], None]) -> None:
     """Do the work; an error becomes a warning."""
     try:
         work()

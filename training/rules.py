@@ -35,7 +35,7 @@ from headstart.support.errors import UserError, notice, waiting
 from headstart.support.hub import local_or_shipped
 from headstart.support.text import gigabytes
 from headstart.training.data.rows import names_file, read_rows
-from headstart.training.features.backbone import read_config
+from headstart.training.features.source import read_config
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.plan import Machine

@@ -174,7 +174,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 def compare(args: argparse.Namespace) -> int:
     """Compare two reports of ``bench``, or any number of training runs. Raises UserError for what cannot be compared."""
     from headstart.inference.bench.compare import comparison_page, print_comparison, read_comparison
-    from headstart.training.log.runs import print_runs, read_runs
+    from headstart.training.run.runs import print_runs, read_runs
 
     folders = [as_path("report", path).is_dir() for path in args.what]
     if len(args.what) < 2 and not all(folders):

@@ -119,8 +119,10 @@ def add_serve_features(parser: argparse.ArgumentParser) -> None:
 
 def serve_features(args: argparse.Namespace) -> int:
     """Print the line that starts a vLLM server of a recipe's hidden states, or start it."""
+    import torch
+
     from headstart.cli.loading import quiet
-    from headstart.training.features.served import on_cpu, run_server, server_line
+    from headstart.training.features.server import run_server, server_line
     from headstart.training.plan.fake_model import make_fake_models
     from headstart.training.recipe.recipe import load_recipe
 
@@ -128,7 +130,7 @@ def serve_features(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     served = recipe.features.model_copy(update={"endpoint": recipe.features.endpoint or [f"http://localhost:{args.port}"]})
     models = make_fake_models(recipe.model_copy(update={"features": served}), accelerator=not args.cpu)
-    cpu = args.cpu or (args.gpus is None and on_cpu())
+    cpu = args.cpu or (args.gpus is None and not torch.accelerator.is_available())
     line = server_line(recipe, models.taps, models.backbone.num_layers, port=args.port, gpus=args.gpus, cpu=cpu)
     print(line, flush=True)
     if args.run:
@@ -194,8 +196,8 @@ def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
     from headstart.support.terminal import stdout_console
-    from headstart.training.inspect.command import inspect
-    from headstart.training.inspect.recipe import sample_page
+    from headstart.training.inspect_heads import inspect
+    from headstart.training.inspect_recipe import sample_page
 
     quiet()
     console = stdout_console()

@@ -28,7 +28,7 @@ from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.support.errors import UserError
 from headstart.training.data.batches import collate
 from headstart.training.data.data import Sample
-from headstart.training.features.on_policy import LiveWithCache
+from headstart.training.features.source import LiveWithCache
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import StepKey, sample_anchors
 from headstart.training.objective.objective import rollout

@@ -23,7 +23,7 @@ from headstart.heads.methods import build_drafter
 from headstart.support.pytree import map_tensors
 from headstart.training.data.batches import collate
 from headstart.training.data.data import Sample
-from headstart.training.features.on_policy import FeaturesWithCache, LiveWithCache
+from headstart.training.features.source import FeaturesWithCache, LiveWithCache
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import SampledAnchors, StepKey, count_label_tokens, sample_anchors
 from headstart.training.objective.objective import on_policy_loss, rollout, target_hidden

@@ -15,7 +15,7 @@ from headstart.cli.train import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.support.errors import UserError
 from headstart.training.data.batches import collate
-from headstart.training.features.on_policy import LiveWithCache, require_on_policy
+from headstart.training.features.source import LiveWithCache, require_on_policy
 from headstart.training.loop import train
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import StepKey

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from headstart.chat.images import ImageFile
 from headstart.support.errors import UserError
 from headstart.support.files import value_hash
-from headstart.training.data.sample import Sample
+from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.recipe.recipe import Train
 

@@ -21,8 +21,7 @@ from headstart.chat.template import TemplateRefusal
 from headstart.inference.engine.processing import common_prefix
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
-from headstart.training.data.columns import Column
-from headstart.training.data.sample import IDS, Sample, has_mask, read_tokens
+from headstart.training.data.samples import IDS, Column, Sample, has_mask, read_tokens
 
 ROWS = 100
 """Number of rows that are compared, evenly spaced."""

@@ -18,18 +18,19 @@ from headstart.chat.images import ImageReader, make_chat
 from headstart.chat.messages import prompt_length
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.images import image_reader
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, notice
 from headstart.training.data.batches import Mix
 from headstart.training.data.check import Check, compare
-from headstart.training.data.columns import CONVERSATIONS, Column, find_column, say_unread, sound_rows
 from headstart.training.data.kept import Splits, keep_splits, read_splits, tokens_file
 from headstart.training.data.rows import Row, names_file, read_rows
-from headstart.training.data.sample import Sample, Stats
+from headstart.training.data.samples import CONVERSATIONS, Column, Sample, Stats, find_column
 from headstart.training.data.tokenise import chat_settings, make_samples, reader_of
 from headstart.training.recipe.recipe import Data, Eval, Recipe
 
 FIRST = 100
 """Rows of a file that are looked at before anything slow is loaded."""
+LEAST, FEW = 0.01, 20
+"""Share of bad rows from which on they end the run, whatever ``data.on_bad_row`` is; a single one among at least so many rows does not."""
 
 
 def checked_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
@@ -107,6 +108,35 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
         raise UserError(f"no row of {data.name} has an image; set data.images=false")
     mix = _mix(data, [len(samples) for samples in train])
     return Splits(whole, held_out, sum(counts, Stats()), mix, check if check.answers else None)
+
+
+def sound_rows(rows: list[Row], data: Data, source: str, asked: bool = False) -> tuple[list[Row], Stats]:
+    """Return the rows that can be read, with the counts of bad rows and unread fields.
+
+    Raises UserError at the first bad row under ``data.on_bad_row=error``, or if 1 % of the rows or more are bad, and more than one of
+    at least 20.
+    """
+    column, sound, stats = find_column(rows, data, source, asked), [], Stats()
+    for number, row in enumerate(rows, 1):
+        try:
+            stats.unread.update(column.require(row, f"{source}, row {number}"))
+        except UserError as error:
+            if data.on_bad_row == "error":
+                raise
+            stats.rows_bad, stats.bad_row = stats.rows_bad + 1, stats.bad_row or str(error)
+        else:
+            sound.append(row)
+    if stats.rows_bad >= LEAST * len(rows) and stats.rows_bad > (len(rows) >= FEW):
+        below = "below 1 % they are skipped" if len(rows) >= FEW else f"one of at least {FEW} is skipped"
+        many = f" ({stats.rows_bad:,} of {len(rows):,} rows are bad; {below})" if len(rows) > 1 else ""
+        raise UserError(f"{stats.bad_row}{many}")
+    return sound, stats
+
+
+def say_unread(stats: Stats) -> None:
+    """Name fields that nothing reads, if any: other trainers may obey one of them."""
+    if stats.unread:
+        notice(f"rows have fields that are not read: {', '.join(sorted(stats.unread))}")
 
 
 def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int], images: ImageReader | None) -> Check:

@@ -35,7 +35,7 @@ from headstart.support.files import atomic, cache_folder, value_hash
 from headstart.training.data.batches import Mix
 from headstart.training.data.check import Check
 from headstart.training.data.rows import fingerprint
-from headstart.training.data.sample import Sample, Stats
+from headstart.training.data.samples import Sample, Stats
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Data, to_dict
 

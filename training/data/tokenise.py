@@ -29,8 +29,7 @@ from headstart.chat.messages import read_conversation
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
-from headstart.training.data.columns import Column
-from headstart.training.data.sample import IDS, Sample, Stats, read_tokens, whole
+from headstart.training.data.samples import IDS, Column, Sample, Stats, read_tokens, whole
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
 

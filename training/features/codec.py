@@ -41,6 +41,11 @@ class CacheFormat:
     backbone_dtype: torch.dtype
     dtype: Literal["int8", "bf16", "exact"] = "int8"
 
+    @classmethod
+    def of(cls, backbone: Backbone, taps: tuple[int, ...], dtype: Literal["int8", "bf16", "exact"] = "exact") -> CacheFormat:
+        """Return the format for the final hidden state and these taps of a backbone."""
+        return cls(tuple(sorted(taps)), backbone.dim, backbone.dtype, dtype)
+
     @property
     def states(self) -> dict[str, int | None]:
         """Name of each stored state -> its tap (None: the final hidden state)."""

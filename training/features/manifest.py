@@ -10,6 +10,7 @@ Features are those of each sample alone, so packing, batches, their order and th
 from __future__ import annotations
 
 import bisect
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -29,10 +30,10 @@ from headstart.support.files import atomic, value_hash, write_json
 from headstart.support.hub import inside
 from headstart.support.json_text import read_json
 from headstart.training.data.batches import samples_hash
-from headstart.training.data.sample import Sample
+from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.codec import CacheFormat, Record
-from headstart.training.recipe.recipe import Cache, Data, to_dict
+from headstart.training.recipe.recipe import Data, to_dict
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -223,6 +224,6 @@ def save_tensors(tensors: Record, path: Path, header: dict[str, str]) -> None:
         raise UserError(f"cannot write {path}: {error}") from None
 
 
-def format_of(cache: Cache, backbone: Backbone, taps: tuple[int, ...]) -> CacheFormat:
-    """Return the cache format of a recipe, for drafters that use ``taps``."""
-    return CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.dtype, cache.dtype)
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk of a folder, which need not exist yet."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free

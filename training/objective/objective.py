@@ -40,7 +40,7 @@ from headstart.heads.layers.causal_attention import draft_masks
 from headstart.inference.engine.noise import gumbel
 from headstart.support.errors import UserError
 from headstart.support.pytree import map_tensors
-from headstart.training.features.on_policy import FeaturesWithCache
+from headstart.training.features.source import FeaturesWithCache
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import LossRows, SampledAnchors, StepKey, dense_rows, sample_anchors, text_rows
 from headstart.training.objective.terms import FEATURES, at_least_fp32, in_vocabulary

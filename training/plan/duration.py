@@ -36,7 +36,7 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
 from headstart.support.errors import UserError, waiting
-from headstart.training.features.between_epochs import FeaturesBetweenEpochs
+from headstart.training.features.cached import FeaturesBetweenEpochs
 from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import training_step
 from headstart.training.plan.memory import MemoryPlan, MicroBatch

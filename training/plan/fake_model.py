@@ -39,8 +39,7 @@ from headstart.heads.checkpoint import read_metadata
 from headstart.heads.methods import construct_drafter
 from headstart.heads.warm_start import require_kind
 from headstart.support.errors import UserError, cause
-from headstart.training.features.backbone import dtype_in_training, opens_head_only, read_config
-from headstart.training.features.source import taps_of
+from headstart.training.features.source import dtype_in_training, opens_head_only, read_config, taps_of
 from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Recipe, split_drafter
 from headstart.training.run.step import recompute

@@ -36,15 +36,14 @@ from headstart.support.devices import torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 from headstart.training.data.batches import Batch
-from headstart.training.features.backbone import opens_head_only
-from headstart.training.features.source import LiveFeatures
+from headstart.training.features.source import LiveFeatures, opens_head_only
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import SampledAnchors, lm_loss
 from headstart.training.objective.objective import objective
 from headstart.training.plan.fake_model import FakeModels, MemoryCounter, Parts
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.defaults import autocast_name
 from headstart.training.run.optimizer import MuonAdamW, build_optimizer
+from headstart.training.run.start import autocast_name
 
 TARGET_FORWARD, DRAFT_STEP, OPTIMIZER, CHECKPOINT = "forward (target)", "forward+backward (draft)", "optimizer", "checkpoint"
 RUNTIME = {False: 500_000_000, True: 1_000_000_000}

@@ -28,22 +28,15 @@ from headstart.training.data.data import check_data, load_data, read_images, req
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS
-from headstart.training.features.between_epochs import bytes_kept, may_keep
-from headstart.training.features.manifest import format_of
+from headstart.training.features.cached import bytes_kept, may_keep
+from headstart.training.features.codec import CacheFormat
 from headstart.training.features.source import require_packable
-from headstart.training.plan.duration import (
-    UTILISATION,
-    estimated_hours,
-    live_until_cached,
-    step_operations,
-    trial,
-    why_not_loadable,
-)
+from headstart.training.plan.duration import UTILISATION, estimated_hours, live_until_cached, step_operations, trial, why_not_loadable
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.plan.memory import ALLOCATOR, CHECKPOINT, DRAFT_STEP, OPTIMIZER, TARGET_FORWARD, MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.memory import size_of as bytes_of
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.defaults import advice, choose
+from headstart.training.run.start import advice, choose
 
 MAX_ROWS = 65_536
 """Maximum rows of a micro-batch that are tried."""
@@ -218,7 +211,7 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None, machine: Mac
     kept = recipe.save.keep
     sizes: dict[str, Any] = {"heads": heads, "states": (heads + optimizer) * (kept + 1), "kept": kept}
     if recipe.cache.dir is not None:
-        form = format_of(recipe.cache, models.backbone, models.taps)
+        form = CacheFormat.of(models.backbone, models.taps, recipe.cache.dtype)
         sizes["features"] = None if splits is None else sum(form.size(len(sample.tokens)) for sample in splits.train)
     elif splits is not None and not machine.accelerator and machine.processes == 1 and may_keep(recipe):
         sizes["between_epochs"] = bytes_kept(recipe, models.backbone, models.taps, _feed(recipe, splits, 1))

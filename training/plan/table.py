@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.support.text import gigabytes
-from headstart.training.run.defaults import Chosen
+from headstart.training.run.start import Chosen
 
 BUSY = 0.2
 """Processors that other programs may keep busy beside what is timed."""

@@ -25,9 +25,8 @@ from pydantic import model_validator
 from headstart.support.config import Model, RuleError, Seed, StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.support.hub import local_or_shipped
-from headstart.training.recipe.sections import Backbone, Cache, Data, Text
-from headstart.training.recipe.served import Features, Regenerate
-from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
+from headstart.training.recipe.sections import Backbone, Cache, Data, Log, Save, Text
+from headstart.training.recipe.training import Eval, Features, Objective, Regenerate, Train
 from headstart.training.recipe.yaml_text import by_name, dump_yaml, override, read_extended
 
 LENGTHS = {"train.steps": "train.epochs", "train.epochs": "train.steps"}

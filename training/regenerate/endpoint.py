@@ -24,7 +24,7 @@ from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.errors import UserError
 from headstart.support.post import Client, NoProtocol, Passing, Refusal
 from headstart.training.data.tokenise import chat_settings
-from headstart.training.features.kept import KeptFeatures
+from headstart.training.features.served import KeptFeatures
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 

@@ -33,8 +33,7 @@ from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash
 from headstart.training.data.data import read_images
 from headstart.training.data.tokenise import chat_settings
-from headstart.training.features.backbone import open_backbone
-from headstart.training.features.source import LiveFeatures
+from headstart.training.features.source import LiveFeatures, open_backbone
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 

@@ -16,11 +16,11 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import progress
-from headstart.training.data.columns import say_unread, sound_rows
+from headstart.training.data.data import say_unread, sound_rows
 from headstart.training.data.rows import read_rows
 from headstart.training.data.tokenise import begun_at, chat_settings, now
 from headstart.training.features.caching import open_kept, write_cache
-from headstart.training.features.kept import KeptFeatures
+from headstart.training.features.served import KeptFeatures
 from headstart.training.recipe.recipe import Data, Recipe, to_dict
 from headstart.training.recipe.sections import Dataset
 from headstart.training.regenerate.endpoint import Endpoint

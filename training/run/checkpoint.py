@@ -38,7 +38,7 @@ from headstart.support.json_text import flattened, parse_json
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.run.optimizer import Average
-from headstart.training.run.sharding import distribute_like, full_tensor
+from headstart.training.run.processes import distribute_like, full_tensor
 
 
 def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:
@@ -173,20 +173,12 @@ def pack(
 
 
 def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
-    """Load the drafter's weights and its draft vocabulary."""
+    """Load the drafter's weights and its draft vocabulary, and the backbone's adapter."""
     drafter.load_tensors(without_prefix(tensors, "drafter/"))
-
-
-def unpack_adapter(adapter: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Load the backbone's adapter."""
-    saved = without_prefix(tensors, "adapter/")
+    adapter, saved = drafter.backbone.trainable, without_prefix(tensors, "adapter/")
     assert saved.keys() == adapter.keys()
     for name, weight in adapter.items():
         weight.detach().copy_(saved[name])
-
-
-def unpack_average(average: Average, tensors: dict[str, Tensor]) -> None:
-    average.load(without_prefix(tensors, "average/"))
 
 
 def unpack_optimizer(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.training.recipe.recipe import Train
 from headstart.training.recipe.sections import Lora
-from headstart.training.run.sharding import distribute_like, gather_like, to_local
+from headstart.training.run.processes import distribute_like, gather_like, to_local
 
 
 class Average:

@@ -15,8 +15,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch
-from headstart.training.features.on_policy import FeaturesWithCache
-from headstart.training.features.source import FeatureSource, LiveFeatures
+from headstart.training.features.source import FeatureSource, FeaturesWithCache, LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import LmLoss, StepKey, lm_loss, sample_anchors
 from headstart.training.objective.objective import Sums, objective, on_policy_loss, require_comparable

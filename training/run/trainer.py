@@ -27,15 +27,14 @@ from headstart.support.devices import not_compilable
 from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch
 from headstart.training.features.source import FeatureSource
-from headstart.training.log.log import Meter, Result
 from headstart.training.objective.loss_rows import StepKey
 from headstart.training.objective.objective import Sums
 from headstart.training.recipe.recipe import Recipe, split_drafter
-from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
-from headstart.training.run.defaults import Chosen
+from headstart.training.run.checkpoint import pack, unpack_optimizer, without_prefix
+from headstart.training.run.log import Meter, Result
 from headstart.training.run.optimizer import Average, adapter_rise, build_optimizer, in_place_of_weights, learning_rate
-from headstart.training.run.processes import any_of
-from headstart.training.run.sharding import full_tensor, is_sharded, keep_gathered, to_local
+from headstart.training.run.processes import any_of, full_tensor, is_sharded, keep_gathered, to_local
+from headstart.training.run.start import Chosen
 from headstart.training.run.step import JointStep, TrainStep, recompute
 
 
@@ -203,7 +202,7 @@ class DrafterTrainer:
         tensors = without_prefix(tensors, self.prefix)
         unpack_optimizer(self.trained, self.optimizer, tensors)
         if self.average is not None:
-            unpack_average(self.average, tensors)
+            self.average.load(without_prefix(tensors, "average/"))
         self.tau, self.acceptance, self.teacher_forced = progress["tau"], progress.get("acceptance"), progress.get("teacher_forced")
         self.start, self.meter = progress["start"], Meter(**progress["meter"])
         self.skipped, self.consecutive_skips = progress["skipped"]

@@ -22,7 +22,7 @@ from headstart.support.hub import local_or_shipped
 from headstart.support.terminal import labelled
 from headstart.support.text import gigabytes
 from headstart.training.data.data import describe_coverage
-from headstart.training.inspect.recipe import inspect_recipe
+from headstart.training.inspect_recipe import inspect_recipe
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import read_extended
 

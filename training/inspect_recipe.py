@@ -34,7 +34,7 @@ from headstart.support.text import token_texts, visible
 from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, most_frequent, require_vocabulary
 from headstart.training.data.kept import Splits
-from headstart.training.data.sample import Sample
+from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.source import require_packable
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
