@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,30 +42,28 @@ from headstart.training.run.processes import StopSignal, any_of, is_sharded
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.setup import Run
 
+T = TypeVar("T")
 STEP_SECONDS = 300.0
 """The longest that processes that decode together may be apart."""
 
 
 def evaluate_trainer(run: Run, trainer: DrafterTrainer, signal: StopSignal) -> bool:
     """Return True if it was evaluated, to the end or to ``eval.max_seconds``."""
-    done = False
 
-    def measure() -> None:
-        nonlocal done
+    def measure() -> bool:
         with trainer.eval_weights() as drafter:
-            if run.accelerator.is_main_process or is_sharded(run.backbone):
-                done = _measure(run, trainer, drafter, signal)
+            return (run.accelerator.is_main_process or is_sharded(run.backbone)) and _measure(run, trainer, drafter, signal)
 
-    guarded(run, measure)
-    return any_of(run.accelerator, done, run.control)  # all wait for the main process
+    return any_of(run.accelerator, bool(guarded(run, measure)), run.control)  # all wait for the main process
 
 
-def guarded(run: Run, work: Callable[[], None]) -> None:
-    """Do the work; an error becomes a warning."""
+def guarded(run: Run, work: Callable[[], T]) -> T | None:
+    """Return what the work returns; an error becomes a warning, and None."""
     try:
-        work()
+        return work()
     except Exception as error:
         run.log.warn(run.done, f"the evaluation at step {run.done} failed ({type(error).__name__}: {cause(error)})", error)
+        return None
 
 
 def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSignal) -> bool:

@@ -8,7 +8,6 @@ since data parallelism averages gradients.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -37,17 +36,6 @@ MAX_CONSECUTIVE_SKIPS = 10
 """With ``train.non_finite=skip``, the run ends after this many non-finite steps in a row, since the weights are then broken."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of an optimiser step, over all processes."""
-
-    tokens: int
-    stop: bool
-    """True if a process has received a signal to stop."""
-    results: list[Result | None]
-    """One per trainer; None if its step was skipped."""
-
-
 def train(run: Run) -> int:
     """Train to the last step or until a signal; returns the exit status."""
     steps = run.feed.steps
@@ -64,18 +52,20 @@ def train(run: Run) -> int:
         for step in range(run.done + 1, steps + 1):
             start = time.perf_counter()
             try:
-                outcome = training_step(run, step, signal)
+                tokens, stop, results = training_step(run, step, signal)
             except FeaturesLost:  # the weights are those of the last step
                 if run.accelerator.num_processes == 1 and run.saved != run.done:
                     save(run)
                 raise
-            run.done, run.tokens, seconds = step, run.tokens + outcome.tokens, time.perf_counter() - start
-            for trainer, result in zip(run.trainers, outcome.results, strict=True):
-                trainer.meter.add(result, outcome.tokens, seconds)
-            if _finish_step(run, outcome.stop, signal):
+            run.done, run.tokens, seconds = step, run.tokens + tokens, time.perf_counter() - start
+            for trainer, result in zip(run.trainers, results, strict=True):
+                trainer.meter.add(result, tokens, seconds)
+            if _finish_step(run, stop, signal):
                 return _stopped(run, signal)
     discard_kept(run.recipe)
-    run.log.say(f"done: the heads are in {', '.join(str(trainer.folder) for trainer in run.trainers)}{_skipped_steps(run)}")
+    skipped = ", ".join(f"{trainer.skipped}{of(trainer)}" for trainer in run.trainers if trainer.skipped)
+    said = f"; steps skipped since their loss or gradient was not finite: {skipped}" if skipped else ""
+    run.log.say(f"done: the heads are in {', '.join(str(trainer.folder) for trainer in run.trainers)}{said}")
     return 0
 
 
@@ -118,7 +108,6 @@ def _evaluate(run: Run, signal: StopSignal) -> bool:
 
 
 def _log(run: Run) -> None:
-    """Write the log lines that are due at this step and not written yet."""
     for trainer in run.trainers:
         if trainer.meter.tokens and (run.done == run.feed.steps or _due(run.done, run.recipe.log.every)):
             rate = learning_rate(run.done, run.feed.steps, trainer.recipe.train)
@@ -126,8 +115,10 @@ def _log(run: Run) -> None:
             trainer.meter = Meter()
 
 
-def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
-    """Run one optimiser step of every trainer. Raises UserError, with weights unchanged, if a non-finite loss or gradient ends the run."""
+def training_step(run: Run, step: int, signal: StopSignal) -> tuple[int, bool, list[Result | None]]:
+    """Run one optimiser step of every trainer; returns over all processes the tokens, whether one has received a signal to stop, and each
+    trainer's result (None: its step was skipped). Raises UserError, with weights unchanged, if a non-finite loss or gradient ends the run.
+    """
     accelerator, batches = run.accelerator, list(run.feed.local_batches(step, run.accelerator.device))
     for later in range(step, min(step + run.source.ahead, run.feed.steps) + 1 if run.source.ahead else step):
         run.source.prefetch(run.feed.local_batches(later, torch.device("cpu")))
@@ -139,14 +130,12 @@ def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
     norms = [trainer.clip_gradients() for trainer in run.trainers]
     tokens = torch.stack([(batch.document_BT >= 0).sum() for batch in batches]).sum()
     [[total_tokens], [stops]], totals = _sum_over_processes(accelerator, [tokens[None], tokens.new_tensor([signal.received])], sums)
-    results = []
-    labels = max(label_tokens.item(), 1)
-    for norm, ([loss], [lm_loss], [lm_kl], *depths) in zip(norms, totals, strict=True):
-        results.append(Result(loss / labels, norm, depths, lm_loss / labels, lm_kl / labels))
+    labels, both = max(label_tokens.item(), 1), zip(norms, totals, strict=True)
+    results = [Result(loss / labels, norm, depths, lm / labels, kl / labels) for norm, ([loss], [lm], [kl], *depths) in both]
     good = [_is_finite(run, trainer, result, step) for trainer, result in zip(run.trainers, results, strict=True)]
     for trainer, finite in zip(run.trainers, good, strict=True):
         trainer.optimizer_step() if finite else trainer.skip_step()
-    return Outcome(int(total_tokens), stops > 0, [result if finite else None for result, finite in zip(results, good, strict=True)])
+    return int(total_tokens), stops > 0, [result if finite else None for result, finite in zip(results, good, strict=True)]
 
 
 def _accumulate_gradients(run: Run, step: int, batches: list[Batch], scale: Tensor) -> list[Sums]:
@@ -187,11 +176,6 @@ def _is_finite(run: Run, trainer: DrafterTrainer, result: Result, step: int) -> 
     if trainer.consecutive_skips + 1 >= MAX_CONSECUTIVE_SKIPS:
         raise diverged(run, trainer, f"{fault}, the last of {MAX_CONSECUTIVE_SKIPS} such steps in a row")
     return False
-
-
-def _skipped_steps(run: Run) -> str:
-    counts = [f"{trainer.skipped}{of(trainer)}" for trainer in run.trainers if trainer.skipped]
-    return f"; steps skipped since their loss or gradient was not finite: {', '.join(counts)}" if counts else ""
 
 
 def _due(step: int, every: int) -> bool:

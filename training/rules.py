@@ -129,10 +129,7 @@ def own_data(name: str) -> Tree:
 
 
 def propose(facts: ModelFacts, method: str, machine: Machine, data: str | None = None) -> Proposal:
-    """Return a recipe by rule, without planning it. ``data``: a preset, file or dataset (None: by the model).
-
-    Raises UserError for a method that is none or cannot be, or a model with next to no context.
-    """
+    """Return a recipe by rule, without planning it. ``data``: a preset, file or dataset (None: by the model). Raises UserError."""
     require_method(method)
     if facts.context < LEAST_CONTEXT:
         raise UserError(f"{facts.path} has a context of {facts.context} tokens; heads need a backbone of at least {LEAST_CONTEXT}")
@@ -162,7 +159,6 @@ def fits_one(facts: ModelFacts, memory: float) -> bool:
 
 
 def _drafter(facts: ModelFacts, method: str, machine: Machine) -> Tree:
-    """Return the drafter's arguments that follow from the model and the machine."""
     kind, values = shared(method)["drafter"]["kind"], Tree()
     if kind == "block":
         values = {"layers": max(1, min(5 if facts.width < WIDE else 2, facts.layers // 2)), "correction_rank": min(256, facts.width)}
@@ -225,7 +221,6 @@ def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
 
 
 def _ladder(tree: Tree, machine: Machine) -> Iterator[Tree]:
-    """Yield changes, the cheapest first."""
     frozen = tree["backbone"].get("lora") is None
     recomputed = {"train": {"gradient_checkpointing": True}}
     can_recompute = not frozen or find_drafter(tree["drafter"]["kind"]).recomputable  # the backbone can

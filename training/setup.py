@@ -144,7 +144,6 @@ def _accelerator(recipe: Recipe) -> Accelerator:
 
 
 def _find_state(recipe: Recipe, accelerator: Accelerator) -> State | None:
-    """Find the saved state to resume from; the main process chooses it for all."""
     choice: list[Path | None] = [checkpoint.find_state(Path(recipe.save.dir)) if accelerator.is_main_process else None]
     folder = broadcast_object_list(choice)[0]
     if folder is None:
@@ -202,10 +201,7 @@ def _load_data(
 def _trainer(
     name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None, length: tuple[float, int]
 ) -> DrafterTrainer:
-    """Build a trainer, with the saved state's weights and chosen values if any. Each has its own `Accelerator`, so its own gradient scaler.
-
-    ``length``: tokens of a step, and steps.
-    """
+    """Build a trainer with an `Accelerator` of its own, and a saved state's weights, if any. ``length``: tokens of a step, and steps."""
     chosen = choose(recipe, drafter, *length)
     if state is not None:
         chosen = Chosen(**state.progress["heads"][name]["chosen"])
@@ -237,7 +233,6 @@ def _resume(run: Run, state: State) -> None:
 
 
 def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Sequence[str]) -> str:
-    """Summarize the run, for printing before the first step."""
     recipe, accelerator, backbone, train = run.recipe, run.accelerator, run.backbone, run.recipe.train
     tokens, rows = splits.stats.tokens, run.feed.rows
     full = tokens / (rows * recipe.data.max_length)

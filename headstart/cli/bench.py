@@ -29,7 +29,6 @@ BENCH_EXAMPLE = """examples:
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart bench``."""
     add_measured(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the tables as a self-contained page")
 
@@ -165,7 +164,6 @@ COMPARE_EXAMPLE = """examples:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart compare``."""
     about = "two reports of bench --json (before, after), or the folders of training runs"
     parser.add_argument("what", nargs="+", metavar="REPORT|RUN", help=about)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the tables as a self-contained page")

@@ -22,7 +22,6 @@ NEW_RECIPE_EXAMPLE = """examples:
 
 
 def add_new_recipe(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart new-recipe``."""
     parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a GGUF file, a hub id, or 'embedded'")
     methods = "eagle3 (default), block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
     parser.add_argument("--method", default="eagle3", metavar="NAME", help=f"the heads: {methods}")
@@ -93,7 +92,6 @@ SCHEMA_EXAMPLE = """in a clone:
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart cache``."""
     add_recipe(parser, "training recipe")
     parser.add_argument("--estimate", action="store_true", help="print the size of the cache and write nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
@@ -109,7 +107,6 @@ def cache(args: argparse.Namespace) -> int:
 
 
 def add_serve_features(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart serve-features``."""
     add_recipe(parser, "training recipe, whose features.folder the server writes to")
     parser.add_argument("--run", action="store_true", help="start the server, from this environment, instead of printing the line alone")
     parser.add_argument("--port", type=count(1), default=8000, metavar="N", help="port that it listens on (8000)")
@@ -139,7 +136,6 @@ def serve_features(args: argparse.Namespace) -> int:
 
 
 def add_regenerate(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart regenerate``."""
     add_recipe(parser, "recipe whose data.train is answered")
     add_no_compile(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
@@ -156,7 +152,6 @@ def regenerate(args: argparse.Namespace) -> int:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart plan``."""
     add_recipe(parser, "training recipe")
     parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
     parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
@@ -184,7 +179,6 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart inspect``."""
     parser.add_argument("what", metavar="RECIPE|CHECKPOINT", help="a recipe, or a folder of trained heads (or their hub id)")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace values of the recipe")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="sample of the recipe's data to show, counted from 0 (0)")
@@ -212,7 +206,6 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def add_schema(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart schema``."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the schema there")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="renew the tables of this Markdown page")
 
@@ -240,7 +233,6 @@ what is compiled is kept for later commands"""
 
 
 def add_compile_layers(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart compile``."""
     parser.add_argument("backbone", nargs="?", metavar="MODEL", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
     parser.add_argument("--heads", metavar="DIR", help=f"compile drafts of these too: a folder, a hub id, or {', '.join(HEADS)}")
     parser.add_argument("--batch-size", type=BATCH, default=1, metavar="N", help="sequences decoded together, at most (1)")

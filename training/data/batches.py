@@ -77,10 +77,7 @@ def empty_batch(length: int) -> Batch:
 
 
 def batches_by_length(samples: Sequence[Sample], indices: Iterable[int], positions: int = FORWARD_TOKENS) -> Iterator[list[int]]:
-    """Group samples of similar length, by their indices, to reduce padding; depends on the samples only.
-
-    ``positions``: of a batch, padding included.
-    """
+    """Group samples of similar length, by their indices, into batches of so many positions, padding included."""
     batch: list[int] = []
     for i in sorted(indices, key=lambda i: len(samples[i].tokens)):
         if batch and (len(batch) + 1) * len(samples[i].tokens) > positions:
@@ -91,10 +88,7 @@ def batches_by_length(samples: Sequence[Sample], indices: Iterable[int], positio
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[list[int]]:
-    """Pack samples into rows by best-fit decreasing: longest sample first, into the fullest row that has room.
-
-    ``order`` (the shuffled indices) breaks ties. The number of rows depends on the lengths only.
-    """
+    """Pack samples into rows by best-fit decreasing: longest first, into the fullest row with room; ``order`` (shuffled) breaks ties."""
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(row_length + 1)]
     """Number of free tokens -> rows with exactly that many."""
@@ -123,8 +117,7 @@ class Mix:
     """Which samples an epoch reads: all of them once, or, where the datasets have weights, samples of each by its weight.
 
     An epoch of a mix has as many samples as the datasets have together. Each dataset fills its share from shuffled passes over its
-    samples, one after another across epochs, so no sample comes again before all samples of its dataset have been read. All is a function
-    of the epoch and the seed: nothing is saved, and a resumed run or another number of processes reads the same samples.
+    samples, one after another across epochs, so no sample comes again before all samples of its dataset have been read.
     """
 
     names: tuple[str, ...]
@@ -151,11 +144,6 @@ class Mix:
             first += size
         random.Random(f"{seed}/mix/{epoch}").shuffle(indices)
         return indices
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash of what, beside the samples and the seed, determines the order."""
-        return value_hash([self.sizes, self.weights])
 
     def __str__(self) -> str:
         each = zip(self.names, self.shares, self.counts, self.sizes, strict=True)
@@ -212,9 +200,9 @@ class BatchSampler:
     @cached_property
     def _epoch(self) -> Callable[[int], list[Row]]:
         """The rows of an epoch, in order; those of two are kept, since a step may span both."""
-        return lru_cache(2)(self._make)
+        return lru_cache(2)(self._rows_of)
 
-    def _make(self, epoch: int) -> list[Row]:
+    def _rows_of(self, epoch: int) -> list[Row]:
         indices = epoch_order(len(self.samples), epoch, self.seed) if self.mix is None else self.mix.order(epoch, self.seed)
         if self.row_length is None:
             return [[index] for index in indices]
@@ -250,21 +238,17 @@ class BatchSampler:
     def local_batches(self, step: int, device: torch.device) -> Iterator[Batch]:
         """Yield this process's micro-batches of the step."""
         batches = self.local_rows(step)
-        for _ in range(self._most_batches - len(batches) if self.equal_counts else 0):
-            yield empty_batch(MIN_TOKENS).to(device)
+        if self.equal_counts:
+            rows = -(-self.train.batch_size // self.processes)  # of the first process; no process has more
+            for _ in range(-(-rows // (self.train.micro_batch or rows)) - len(batches)):
+                yield empty_batch(MIN_TOKENS).to(device)
         for rows in batches:
             yield collate(self.samples, rows).to(device)
-
-    @property
-    def _most_batches(self) -> int:
-        """Micro-batches per step of the first process; no process has more."""
-        rows = -(-self.train.batch_size // self.processes)
-        return -(-rows // (self.train.micro_batch or rows))
 
     @cached_property
     def samples_hash(self) -> str:
         """Hash of all samples, in order, and of the mix; with the recipe it determines the data of each step."""
-        return samples_hash(self.samples) + (f" mix {self.mix.digest}" if self.mix is not None else "")
+        return samples_hash(self.samples) + (f" mix {value_hash([self.mix.sizes, self.mix.weights])}" if self.mix is not None else "")
 
 
 def samples_hash(samples: list[Sample]) -> str:

@@ -140,7 +140,6 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_saved(path: Path, split: str, limit: int | None) -> list[Row]:
-    """Read a folder of `Dataset.save_to_disk`; of one of several splits the one that ``data.split`` names."""
     import datasets  # here, since it takes seconds to import
 
     if (path / SPLITS).is_file():
@@ -171,10 +170,7 @@ def _first(table: Any, limit: int | None) -> list[Row]:
 
 
 def read_table(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield the rows below the line of column names; an empty cell is null, and a cell may have line breaks in quotes.
-
-    Raises UserError, naming file and line, for what is no such table or not UTF-8; OSError as `open_file` does.
-    """
+    """Yield the rows below the line of column names; an empty cell is null. Raises UserError with file and line; OSError as `open_file`."""
     csv.field_size_limit(MAX_LINE)
     with open_file(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         lines = csv.reader(text, delimiter=delimiter, strict=True)

@@ -145,28 +145,20 @@ def read_tokens(row: Row, column: str, where: str, everything: bool) -> list[Sam
 
 
 def _sample(ids: Any, masks: dict[str, Any], column: str, where: str) -> Sample:
-    tokens = _ids(ids, column, where)
-    labels, real = [True] * len(tokens), [True] * len(tokens)
-    for name, mask in masks.items():
-        left_out = IGNORED if name == LABELS else 0
-        allowed = [(left_out, token if name == LABELS else 1) for token in tokens]
-        if (
-            not isinstance(mask, list)
-            or len(mask) != len(tokens)
-            or any(value not in two for value, two in zip(mask, allowed, strict=True))
-        ):
-            found = f"{len(mask)} values" if isinstance(mask, list) else type(mask).__name__
-            values = f"the tokens of {column}, or {IGNORED} for those not to learn" if name == LABELS else "zeros and ones"
-            raise UserError(f"{where}: {name} is a list of {values}, one for each of the {len(tokens)} tokens of {column}; got {found}")
-        counted = real if name == PADDING else labels
-        counted[:] = [one and value != left_out for one, value in zip(counted, mask, strict=True)]
-    return Sample.of(list(compress(tokens, real)), list(compress(labels, real)))
-
-
-def _ids(ids: Any, column: str, where: str) -> list[int]:
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
         raise UserError(f"{where}: {column} is a list of token ids, whole numbers of at least 0; got {shortened(ids)}")
-    return ids
+    labels, real = [True] * len(ids), [True] * len(ids)
+    for name, mask in masks.items():
+        left_out = IGNORED if name == LABELS else 0
+        allowed = [(left_out, token if name == LABELS else 1) for token in ids]
+        listed = isinstance(mask, list) and len(mask) == len(ids)
+        if not listed or any(value not in two for value, two in zip(mask, allowed, strict=True)):
+            found = f"{len(mask)} values" if isinstance(mask, list) else type(mask).__name__
+            values = f"the tokens of {column}, or {IGNORED} for those not to learn" if name == LABELS else "zeros and ones"
+            raise UserError(f"{where}: {name} is a list of {values}, one for each of the {len(ids)} tokens of {column}; got {found}")
+        counted = real if name == PADDING else labels
+        counted[:] = [one and value != left_out for one, value in zip(counted, mask, strict=True)]
+    return Sample.of(list(compress(ids, real)), list(compress(labels, real)))
 
 
 CONVERSATIONS = ("messages", "conversations")
@@ -230,11 +222,10 @@ class Column:
         if self.kind == "text":
             self.text(row, where)
             return columns
-        said = self.messages(row, where)[0]
-        about = (
-            () if self.kind != "pair" else (*((self.answer,) if self.answer else ANSWERS), *(DETAILS if self.name == "instruction" else ()))
-        )
-        return (columns - {*BESIDE, *about, *(("images",) if self.data.images else ())}).union(*(unread(message) for message in said))
+        read = {*BESIDE, *(["images"] if self.data.images else [])}
+        if self.kind == "pair":
+            read |= {*([self.answer] if self.answer else ANSWERS), *(DETAILS if self.name == "instruction" else ())}
+        return (columns - read).union(*(unread(message) for message in self.messages(row, where)[0]))
 
 
 def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = False) -> Column:
@@ -254,11 +245,8 @@ def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = Fals
         found = _usual(counts, asked)
     shares = [min(counts[name], counts[answer] if answer else len(rows)) for name, answer in found]
     if not any(shares):
-        choose = (
-            "set data.column to one it has"
-            if data.column
-            else "name yours with data.column, or two as data.columns={prompt: A, completion: B}"
-        )
+        own = "name yours with data.column, or two as data.columns={prompt: A, completion: B}"
+        choose = "set data.column to one it has" if data.column else own
         wanted = " or ".join(" with ".join(filter(None, pair)) for pair in found if pair[0] != IDS or len(found) == 1)
         raise UserError(f"{source} has the columns {', '.join(rows[0]) or '(none)'}, not {wanted}; {choose}")
     name, answer = next(pair for pair, count in zip(found, shares, strict=True) if 2 * count >= max(shares))

@@ -128,7 +128,6 @@ def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, 
 
 
 def _make(rows: Sequence[Row], part: range, read: Reader, data: Data, source: str) -> tuple[list[Sample], Stats]:
-    """Make the samples of some of the rows, with counts."""
     samples, stats = [], Stats(rows=len(part))
     for number in part:
         where = f"{source}, row {number + 1}"

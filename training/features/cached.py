@@ -78,11 +78,9 @@ class Supplement:
         if samples_hash(chosen) != self.held_out:
             return
         for i in range(len(chosen)):
-            yield self.form.decode(self._held_out(i), collate(chosen, [[i]]).to(device), self.form.taps)
-
-    def _held_out(self, number: int) -> Record:
-        prefix = f"held.{number}."
-        return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+            held = f"held.{i}."
+            record = {name.removeprefix(held): tensor for name, tensor in self.tensors.items() if name.startswith(held)}
+            yield self.form.decode(record, collate(chosen, [[i]]).to(device), self.form.taps)
 
 
 def read_supplement(manifest: Manifest, form: CacheFormat) -> Supplement | None:
@@ -147,10 +145,7 @@ class _ForStarts(FeatureSource):
 def open_source(
     recipe: Recipe, drafters: Sequence[Drafter], tokenizer: PreTrainedTokenizerBase, samples: list[Sample]
 ) -> tuple[FeatureSource, str | None]:
-    """Return the feature source shared by a run's drafters, and a summary of the feature cache, if any.
-
-    Raises UserError if the cache is missing, incomplete, or has other contents.
-    """
+    """Return a run's feature source, and a summary of its cache, if any. Raises UserError if that is missing, incomplete or another."""
     backbone, cache, taps = drafters[0].backbone, recipe.cache, taps_of(drafters)
     if cache.dir is None:
         source = computed(recipe, backbone, taps)

@@ -28,7 +28,6 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.model_config import end_tokens
-from headstart.heads.base import Drafter
 from headstart.heads.layers.start_values import probe_tokens
 from headstart.heads.methods import construct_drafter
 from headstart.support.errors import UserError
@@ -108,8 +107,7 @@ def _plan(recipe: Recipe) -> PlannedCache:
     folder = require_folder("cache.dir", cache.dir)
     tokenizer, images = checked_tokenizer(recipe)
     backbone = open_to_cache(recipe, _device())
-    drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
-    form = CacheFormat.of(backbone, taps_of(drafters), cache.dtype)
+    form = CacheFormat.of(backbone, _taps(recipe, backbone), cache.dtype)
     if prints_date(recipe, tokenizer):
         recipe = begun_at(recipe, [cached_time(folder)], now())
     ends = end_tokens(backbone.model.generation_config)
@@ -126,15 +124,14 @@ def _plan(recipe: Recipe) -> PlannedCache:
 def open_kept(recipe: Recipe) -> KeptFeatures:
     """Return what keeps the hidden states of answers for a recipe's cache. Raises UserError."""
     backbone = open_to_cache(recipe, _device())
-    taps = taps_of([_build(one, backbone) for one in recipe.per_drafter().values()])
     assert recipe.cache.dir is not None and isinstance(backbone, HeadOnlyBackbone)
     require_folder("cache.dir", recipe.cache.dir)
-    return KeptFeatures(recipe, backbone, taps)
+    return KeptFeatures(recipe, backbone, _taps(recipe, backbone))
 
 
-def _build(recipe: Recipe, backbone: Backbone) -> Drafter:
-    options, arguments = split_drafter(recipe.drafter)
-    return construct_drafter(options.kind, backbone, arguments)
+def _taps(recipe: Recipe, backbone: Backbone) -> tuple[int, ...]:
+    sections = [split_drafter(one.drafter) for one in recipe.per_drafter().values()]
+    return taps_of([construct_drafter(options.kind, backbone, arguments) for options, arguments in sections])
 
 
 def _print_sizes(planned: PlannedCache) -> dict[str, Any]:

@@ -183,20 +183,14 @@ class ShardReader:
         number = bisect.bisect_right(self.ends, index)
         file, starts = self._open(number)
         i = index - self.manifest.shards[number][0]
-        return {
-            name: file.get_slice(name)[slice(*_range(name, i, starts))]
-            for name in file.keys()  # noqa: SIM118  (not a mapping)
-        }
+        one, positions = slice(i, i + 1), slice(starts[i], starts[i + 1])
+        per_sample = [name for name in file.keys() if name == "tokens" or name.endswith(".channel")]  # noqa: SIM118  (not a mapping)
+        return {name: file.get_slice(name)[one if name in per_sample else positions] for name in file.keys()}  # noqa: SIM118
 
     def _opened(self, number: int) -> tuple[Any, list[int]]:
         """Return an open file, and the start of each sample's positions."""
         file = open_shard(self.manifest, number)
         return file, [0, *file.get_tensor("tokens").cumsum(0).tolist()]
-
-
-def _range(name: str, i: int, starts: list[int]) -> tuple[int, int]:
-    """Return the range of a tensor's entries that belong to sample ``i``: one per sample, or one per position."""
-    return (i, i + 1) if name == "tokens" or name.endswith(".channel") else (starts[i], starts[i + 1])
 
 
 def open_shard(manifest: Manifest, number: int) -> Any:

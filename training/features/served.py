@@ -67,13 +67,10 @@ class ServedFeatures(FeatureSource):
         records = [self._record(tokens_T) for tokens_T in documents]
         members = tuple(tuple(range(len(row))) for row in rows)
         if not records:  # padding alone
-            return self._empty(batch)
+            zeros_BTD = torch.zeros(*batch.tokens_BT.shape, self.backbone.dim, dtype=self.backbone.dtype, device=batch.tokens_BT.device)
+            return Features(batch.tokens_BT, zeros_BTD, dict.fromkeys(self.taps, zeros_BTD) or None, batch.loss_mask_BT, batch.document_BT)
         needed = [{name: record[name] for name in (*self.form.states, "tokens")} for record in records]
         return self.form.decode(concatenate(needed), Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, members), self.taps)
-
-    def _empty(self, batch: Batch) -> Features:
-        zeros_BTD = torch.zeros(*batch.tokens_BT.shape, self.backbone.dim, dtype=self.backbone.dtype, device=batch.tokens_BT.device)
-        return Features(batch.tokens_BT, zeros_BTD, dict.fromkeys(self.taps, zeros_BTD) or None, batch.loss_mask_BT, batch.document_BT)
 
     def prefetch(self, batches: Iterable[Batch]) -> None:
         for batch in batches:
@@ -82,7 +79,7 @@ class ServedFeatures(FeatureSource):
                     self._begin(tokens_T)
 
     def _begin(self, tokens_T: Tensor) -> None:
-        key = _key(tokens_T)
+        key = tokens_T.numpy().tobytes()
         if key not in self.waiting:
             self.waiting[key] = self.pool.submit(self._ask, tokens_T.tolist())
 
@@ -98,7 +95,7 @@ class ServedFeatures(FeatureSource):
     def _record(self, tokens_T: Tensor) -> Record:
         self._begin(tokens_T)  # two equal documents of a batch
         try:
-            answer, checked = self.waiting.pop(_key(tokens_T)).result()
+            answer, checked = self.waiting.pop(tokens_T.numpy().tobytes()).result()
             if checked:
                 self.check(answer)
         except UserError as error:
@@ -138,10 +135,6 @@ def documents_of(batch: Batch) -> list[list[Tensor]]:
         lengths = torch.bincount(document_T[kept_T]).tolist() if kept_T.any() else []
         rows.append(list(tokens_T[kept_T].split(lengths)) if lengths else [])
     return rows
-
-
-def _key(tokens_T: Tensor) -> bytes:
-    return tokens_T.numpy().tobytes()
 
 
 FOLDER = "answers"
@@ -206,17 +199,15 @@ class KeptFeatures(ServedFeatures):
         encoded = load_file(path)
         sample_P = torch.zeros(int(encoded["tokens"]), dtype=torch.int64)
         states = {name: self.stored.dequantize(encoded, name, sample_P) for name in self.stored.states}
-        cut = {name: _of_length(states_TD, length).to(self.backbone.device) for name, states_TD in states.items()}
+        place_T = torch.arange(length).clamp(
+            max=int(encoded["tokens"]) - 1
+        )  # cut, or the last row again, which the server has not computed
+        cut = {name: states_TD[place_T].to(self.backbone.device) for name, states_TD in states.items()}
         return cut | {"tokens": torch.tensor([length])}
 
     def discard(self) -> None:
         """Delete what was kept: the cache has it."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _of_length(states_TD: Tensor, length: int) -> Tensor:
-    """Cut the states to a length, or repeat the last row, which the server has not computed."""
-    return states_TD[:length] if len(states_TD) >= length else torch.cat([states_TD, states_TD[-1:].expand(length - len(states_TD), -1)])
 
 
 def _name(tokens: Sequence[int]) -> str:

@@ -152,7 +152,6 @@ class Servers:
         return Answer(hidden_TLD, tokens.tolist(), list(generated), choice, url)
 
     def _refused(self, refusal: Refusal) -> str:
-        """Say what a refusal means."""
         if refusal.status == 404:
             return f"does not serve {self.model!r} ({refusal}); {START}, or name it by features.model"
         if refusal.status in (401, 403):

@@ -195,15 +195,9 @@ def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
 
 
 def require_packable(recipe: Recipe, backbone: Backbone) -> None:
-    """Raise UserError for packed rows with a backbone that follows no mask, unless features come from a cache or a server, which have
-    single samples.
-    """
-    if (
-        recipe.data.packing
-        and recipe.cache.dir is None
-        and backbone.whole
-        and (backbone.recurrent is not None or backbone.no_trees is not None)
-    ):
+    """Raise UserError for packed rows with a backbone that follows no mask, unless their features are those of single samples."""
+    follows_none = backbone.recurrent is not None or backbone.no_trees is not None
+    if recipe.data.packing and recipe.cache.dir is None and backbone.whole and follows_none:
         fault = "has recurrent layers, which follow no mask" if backbone.no_trees is None else "follows no mask"
         raise UserError(
             f"{type(backbone.model).__name__} {fault}: no packing (data.packing=false), "

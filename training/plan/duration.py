@@ -103,7 +103,6 @@ def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, 
 
 
 def _median(run: Run) -> float:
-    """Return the median seconds of a run's first steps."""
     seconds = []
     with StopSignal() as signal:
         for step in range(1, STEPS + 1):
@@ -172,10 +171,7 @@ def tau(p: float, depth: int) -> float:
 
 
 def best_chain(p: float, costs: Mapping[int, float]) -> tuple[int, float]:
-    """Return the depth at which acceptance ``p`` brings most, and how many times as fast as without drafts that is.
-
-    ``costs``: depth -> steps without drafts that drafting and verifying such a chain takes.
-    """
+    """Return the depth at which acceptance ``p`` brings most, and its speedup. ``costs``: depth -> steps without drafts that it takes."""
     return max(((depth, tau(p, depth) / cost) for depth, cost in costs.items()), key=lambda found: found[1])
 
 
@@ -188,9 +184,7 @@ ROUTED = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def step_operations(memory_plan: MemoryPlan, size: MicroBatch) -> dict[str, int]:
-    """Return the floating-point operations of one forward and backward pass over a micro-batch: of the backbone's forward, and of the
-    drafters, with which a trained backbone's backward is counted.
-    """
+    """Return the operations of a micro-batch's step: the backbone's forward, and the drafters with a trained backbone's backward."""
     recipe, backbone = memory_plan.recipe, memory_plan.models.backbone
     sample = MicroBatch(1, min(SAMPLE, size.length), size.label_share)
     with _Counter() as counter, counter.pause_in(backbone):
@@ -205,10 +199,7 @@ def step_operations(memory_plan: MemoryPlan, size: MicroBatch) -> dict[str, int]
 
 
 def active_parameters(layers: nn.ModuleList, stated: Mapping[str, Any]) -> int:
-    """Return how many weights of the layers a token meets: all, or of the experts as many as its router chooses.
-
-    ``stated``: the fields of the configuration.
-    """
+    """Return how many weights a token meets: all, or of the experts as many as the router of the configuration (``stated``) chooses."""
     experts = next((stated[name] for name in ROUTED if stated.get(name)), None)
     named = [(name, weight.numel()) for layer in layers for name, weight in layer.named_parameters()]
     total = sum(count for _, count in named)

@@ -36,13 +36,12 @@ from headstart.heads.backbone.model_config import attention_kernel, auto_model
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
-from headstart.heads.methods import construct_drafter
 from headstart.heads.warm_start import require_kind
 from headstart.support.errors import UserError, cause
 from headstart.training.features.source import dtype_in_training, opens_head_only, read_config, taps_of
 from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Recipe, split_drafter
-from headstart.training.run.step import recompute
+from headstart.training.run.trainer import build
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -132,10 +131,7 @@ class FakeModels:
 
 
 def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
-    """Build the recipe's backbone and drafters, in the dtypes of training on an accelerator or a CPU.
-
-    Raises UserError for recipes that building the real models would reject, and for models that cannot be built on fake tensors.
-    """
+    """Build a recipe's models in the dtypes of training on an accelerator or a CPU. Raises UserError where that cannot be done."""
     config, settings = read_config(recipe.backbone), recipe.backbone
     dtype = dtype_in_training(settings, config, torch.device("cuda" if accelerator else "cpu"))
     values, mode = FakeValues(), FakeTensorMode()
@@ -180,22 +176,14 @@ def _read_nothing(backbone: Backbone, tokens_BT: Tensor, taps: tuple[int, ...]) 
 
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
-    options, arguments = split_drafter(recipe.drafter)
+    options = split_drafter(recipe.drafter)[0]
     if options.init is not None and Path(options.init).is_dir():  # nothing is downloaded
         require_kind(options.init, read_metadata(options.init)[1], options.kind)
-    drafter = construct_drafter(options.kind, backbone, arguments).train()
-    for weight in drafter.frozen():
-        weight.requires_grad_(False)
-    if recipe.train.gradient_checkpointing:
-        recompute(drafter)
-    return drafter
+    return build(recipe, backbone, fresh=False)
 
 
 def _pass_empty_mask(backbone: Backbone) -> None:
-    """Pass an attention mask without memory if there is none.
-
-    Otherwise the model would allocate a mask, since it cannot see from fake positions that none is needed, as it does in training.
-    """
+    """Pass an attention mask without memory if there is none: from fake positions the model cannot see that none is needed."""
 
     def give(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("attention_mask") is None and backbone.recurrent is None:

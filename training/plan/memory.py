@@ -118,7 +118,6 @@ class MemoryPlan:
         return [size_of(list(layer.parameters())) for layer in self.models.backbone.layers] if sharded else []
 
     def _on_other_processes(self) -> int:
-        """Return the bytes of the backbone's weights held by other processes."""
         return sum(layer - -(-layer // self.processes) for layer in self._sharded_layers())
 
     def _quantized_away(self) -> int:
@@ -176,7 +175,6 @@ class MemoryPlan:
         return target_forward, max(draft_steps, key=lambda parts: sum(parts.values()))
 
     def _features(self, size: MicroBatch, counter: MemoryCounter) -> Features:
-        """Return a micro-batch's features, live or as read from a cache or a server."""
         backbone, taps = self.models.backbone, self.models.taps
         counter.part = "features"
         tokens_BT = torch.zeros(size.rows, size.length, dtype=torch.int64)

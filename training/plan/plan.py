@@ -78,10 +78,7 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
 
 @waiting("counting memory")
 def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[str, Any]:
-    """Return the plan as JSON, but for what `timed` adds; with ``tflops``, the peak of each device, also a duration from the arithmetic.
-
-    Raises UserError for recipes that training would reject, as far as is known without loading weights.
-    """
+    """Return the plan as JSON, but for what `timed` adds; with ``tflops``, each device's peak, a duration too. Raises UserError."""
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {tflops:g}")
     if recipe.train.batch_size < machine.processes:
@@ -222,7 +219,6 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None, machine: Mac
 
 
 def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, Any]:
-    """Count samples, tokens and steps; None if the data are not available."""
     if splits is None:
         return dict.fromkeys(("samples", "tokens", "label_tokens", "rows", "training_tokens")) | {"steps": recipe.train.steps}
     feed, stats = _feed(recipe, splits, processes), splits.stats
@@ -268,7 +264,6 @@ def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: b
 
 
 def _advice(recipe: Recipe, peak: StepMemory, report: dict[str, Any], machine: Machine) -> str:
-    """Advise what to change, depending on the largest part."""
     part, rows, length = peak.largest_part, report["fits"]["rows"], report["fits"]["length"]
     size = report["micro_batch"]
     if part == "backbone weights" and not (rows or length):

@@ -108,10 +108,7 @@ class Recipe(StrictModel):
         ]
 
     def per_drafter(self) -> dict[str, Recipe]:
-        """For each drafter the recipe that trains it alone, to the same weights, into its own folder; the only one's name is empty.
-
-        Raises UserError for an entry that is not valid.
-        """
+        """For each drafter the recipe that trains it alone, into its own folder; the only one's name is empty. Raises UserError."""
         return {name: _alone(self, name, entry) for name, entry in self.heads.items()} if self.heads else {"": self}
 
 

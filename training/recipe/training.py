@@ -185,7 +185,6 @@ def variable(section: str, name: str) -> str:
 
 
 def _or_one(schema: dict[str, Any]) -> None:
-    """The JSON schema of one address or a list."""
     listed = {"type": "array", "minItems": 1, "items": schema.pop("items")}
     for key in ("type", "minItems"):
         schema.pop(key, None)

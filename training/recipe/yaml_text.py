@@ -147,10 +147,7 @@ MAX_FILES = 100
 
 
 def read_extended(path: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Return the keys of a recipe file with those it extends, and the extended files in the order in which they were applied.
-
-    Raises UserError for a file that is missing, is not a recipe, or extends itself.
-    """
+    """Return a recipe file's keys with those it extends, and the extended files in the order of their use. Raises UserError."""
     extended: list[Path] = []
     return _read(path, (), extended), extended
 

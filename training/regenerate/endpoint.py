@@ -43,9 +43,7 @@ class Endpoint:
     """Responses from the server at ``regenerate.endpoint``."""
 
     def __init__(self, recipe: Recipe, keeper: KeptFeatures | None = None) -> None:
-        """``keeper``: keeps the hidden states of the answers, which the server extracts.
-
-        Raises UserError if the API key is not in the environment. No request is sent."""
+        """``keeper``: keeps the answers' hidden states, which the server extracts. Raises UserError without the key; asks nothing."""
         settings = self.settings = recipe.regenerate
         assert settings.endpoint is not None
         self.recipe, self.url = recipe, settings.endpoint.rstrip("/")
@@ -68,7 +66,10 @@ class Endpoint:
         }
 
     def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
-        """See `Responder`. If the server does not answer, raise UserError and cancel pending requests."""
+        """Yield each item when it is no longer pending, in any order. ``wrote`` is called with the number of tokens written meanwhile.
+
+        If the server does not answer, raise UserError and cancel pending requests.
+        """
         if any(isinstance(item, Completion) for item in items):  # loaded before the threads start; only plain texts need it
             where = self.recipe.backbone
             self._tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
@@ -101,7 +102,6 @@ class Endpoint:
         return {"answers_with_token_ids": self.with_ids, "answers_compared": self.compared, "answers_tokenised_otherwise": self.differing}
 
     def _converse(self, item: Item) -> Item:
-        """Request all responses of an item, one after another."""
         while item.pending:
             try:
                 response = self._text(item) if isinstance(item, Completion) else self._message(item)

@@ -71,7 +71,7 @@ class InProcess:
         }
 
     def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
-        """See `Responder`. Conversations that have started go first."""
+        """Yield each item when it is no longer pending (see `Endpoint.respond`). Conversations that have started go first."""
         for temperature in dict.fromkeys(self.settings.temperatures):
             waiting = deque(item for item in items if item.temperature(self.settings, self.seed) == temperature)
             yield from self._respond(waiting, temperature, wrote)

@@ -52,7 +52,6 @@ def failure(error: str, detail: str = "") -> Response:
 
 
 def _hashed(*parts: object) -> int:
-    """Return 64 bits that depend on all parts."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big")
 
 

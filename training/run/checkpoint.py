@@ -42,10 +42,7 @@ from headstart.training.run.processes import distribute_like, full_tensor
 
 
 def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:
-    """Return the provenance that is constant during a run: recipe, tokenizer, chat template, command, commit and versions.
-
-    ``ends``: the tokens at which the backbone's decoding stops.
-    """
+    """Return the provenance that is constant during a run. ``ends``: the tokens at which the backbone's decoding stops."""
     chat = chat_settings(recipe.data, ends)
     return {
         "recipe": to_dict(recipe),
@@ -122,10 +119,7 @@ def add_results(save_dir: Path, step: int, results: Mapping[str, dict[str, Any]]
 
 
 def find_state(save_dir: Path) -> Path | None:
-    """Return the folder of the newest intact state; None if there is no state.
-
-    Warns about damaged states. Raises UserError if all are damaged.
-    """
+    """Return the folder of the newest intact state, with a warning for each damaged one; None without states. Raises UserError."""
     folders = _steps(save_dir)
     for i, folder in enumerate(folders):
         fault = _fault(folder)
@@ -203,7 +197,6 @@ def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]
 
 
 def _steps(save_dir: Path) -> list[Path]:
-    """Return the folders of saved states, newest first."""
     return sorted((save_dir / "state").glob("step-*"), reverse=True)
 
 
@@ -228,5 +221,4 @@ def _write_content(file: Path, content: dict[str, Any]) -> None:
 
 
 def _content_hash(content: dict[str, Any]) -> str:
-    """A hash of ``state.json`` without its hash."""
     return value_hash({key: value for key, value in json.loads(json.dumps(content)).items() if key != "hash"})

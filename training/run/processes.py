@@ -64,10 +64,7 @@ LOCK = "run.lock"
 
 @contextmanager
 def sole_run(save_dir: str) -> Iterator[None]:
-    """Hold the lock of the folder, which the system releases when this process ends, by a kill too.
-
-    Raises UserError if another run holds it, or if the folder cannot be written. Folders made for the lock alone are removed again.
-    """
+    """Hold the folder's lock until this process ends, by a kill too. Raises UserError if another run has it, or it cannot be written."""
     folder = Path(save_dir)
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -193,10 +190,7 @@ def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlug
 
 
 def empty_model(section: sections.Backbone) -> PreTrainedModel:
-    """Build a recipe's backbone with parameters on the meta device, for `shard_layers` to fill; its files are not read.
-
-    Buffers that no file holds, such as rotary frequencies, have their values.
-    """
+    """Build a recipe's backbone with parameters on the meta device, for `shard_layers` to fill; buffers that no file holds have values."""
     config = load_config(section.path, trust_remote_code=section.trust_remote_code)
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = auto_model(config).from_config(

@@ -104,10 +104,7 @@ def learning_rate(optimizer: str, width: int, step_tokens: float, steps: int, ad
 
 
 def advice(train: Train, steps: int, processes: int) -> str | None:
-    """Return what to set for more and smaller steps over the same text, where a run has few; None if it has enough or can have no more.
-
-    A recipe that gives ``train.steps`` has chosen their number.
-    """
+    """Return what to set for more and smaller steps over the same text, where a run has few and ``train.steps`` is not given; else None."""
     unit = math.lcm(processes, train.micro_batch or 1)
     size = max(train.batch_size * steps // ENOUGH_STEPS // unit, 1) * unit
     if train.steps is not None or steps >= FEW_STEPS or size >= train.batch_size:
@@ -171,7 +168,6 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features:
 
 @torch.no_grad()
 def _features(drafter: Drafter, samples: Sequence[Sample], source: FeatureSource, shown: bool) -> Iterator[Features]:
-    """Read as many texts as the drafter asks for."""
     chosen = chosen_texts(samples, drafter.start_positions)
     with progress("fitting start values", "token", sum(len(samples[i].tokens) for i in chosen), shown) as bar:
         for indices in batches_by_length(samples, chosen, CPU_POSITIONS if drafter.backbone.device.type == "cpu" else FORWARD_TOKENS):

@@ -25,10 +25,7 @@ from headstart.training.recipe.training import Objective
 
 
 class TrainStep(nn.Module):
-    """Forward and objective of one drafter.
-
-    Raises UserError for a loss term that this drafter does not support.
-    """
+    """Forward and objective of one drafter. Raises UserError for a loss term that this drafter does not support."""
 
     def __init__(self, drafter: Drafter, settings: Objective, compiled: bool = False) -> None:
         super().__init__()
@@ -89,10 +86,7 @@ class JointStep(nn.Module):
 
 
 def recompute(drafter: Drafter) -> None:
-    """Enable gradient checkpointing of the drafter and, if it is trained, of the backbone, beside which a drafter may do without.
-
-    Raises UserError if neither supports it.
-    """
+    """Enable gradient checkpointing of the drafter and of a trained backbone, beside which a drafter may do without. Raises UserError."""
     drafter.backbone.recomputing = bool(drafter.backbone.trainable)
     try:
         drafter.recompute()

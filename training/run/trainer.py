@@ -84,8 +84,7 @@ class DrafterTrainer:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """All trained parameters by their names in the saved state: the drafter's and the backbone adapter's."""
-        return dict(self.drafter.named_parameters()) | _named_adapter(self.drafter.backbone)
+        return trained_parameters(self.drafter)
 
     @property
     def sharded(self) -> bool:
@@ -192,7 +191,7 @@ class DrafterTrainer:
             **self.results,
             "start": self.start,
             "chosen": asdict(self.chosen),
-            "meter": self.meter.state(),
+            "meter": asdict(self.meter),
             "skipped": [self.skipped, self.consecutive_skips],
             "scaler": None if scaler is None else scaler.state_dict(),
         }
@@ -211,10 +210,7 @@ class DrafterTrainer:
 
 
 def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
-    """Build a recipe's drafter, in fp32 on the backbone's device.
-
-    It is initialised with the recipe's seed if ``fresh``, else without weights, which must be loaded.
-    """
+    """Build a recipe's drafter in fp32 on the backbone's device: initialised with the recipe's seed if ``fresh``, else without weights."""
     set_seed(recipe.seed)
     options, arguments = split_drafter(recipe.drafter)
     make = build_drafter if fresh else construct_drafter
@@ -236,10 +232,10 @@ def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: 
         step = JointStep(source, drafter, recipe.objective, lora, recipe.train.compile)
     optimizer = build_optimizer(drafter, recipe.train, adapter.values(), 1.0 if lora is None else lora.lr_ratio)
     module, optimizer = accelerator.prepare(step, optimizer)
-    trained = dict(drafter.named_parameters()) | _named_adapter(drafter.backbone)
-    average = None if recipe.train.ema_decay is None else Average(trained, recipe.train.ema_decay)
+    average = None if recipe.train.ema_decay is None else Average(trained_parameters(drafter), recipe.train.ema_decay)
     return DrafterTrainer(name, recipe, accelerator, drafter, module, optimizer, average)
 
 
-def _named_adapter(backbone: Backbone) -> dict[str, nn.Parameter]:
-    return {f"adapter/{name}": weight for name, weight in backbone.trainable.items()}
+def trained_parameters(drafter: Drafter) -> dict[str, nn.Parameter]:
+    """Return all trained parameters by their names in the saved state: the drafter's and the backbone adapter's."""
+    return dict(drafter.named_parameters()) | {f"adapter/{name}": weight for name, weight in drafter.backbone.trainable.items()}
