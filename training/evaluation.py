@@ -45,6 +45,14 @@ from headstart.training.setup import Run
 T = TypeVar("T")
 STEP_SECONDS = 300.0
 """The longest that processes that decode together may be apart."""
+ROWS = 8
+"""Prompts decoded at once."""
+EXAMPLES = 3
+"""Number of prompts, the first ones, that are reported with their continuations."""
+LONGEST = 300
+"""Maximum tokens of an example, which ends with a whole decoding step."""
+PROMPT_END = 300
+"""Number of characters reported from the end of a prompt."""
 
 
 def evaluate_trainer(run: Run, trainer: DrafterTrainer, signal: StopSignal) -> bool:
@@ -122,16 +130,6 @@ def prepare_evaluations(run: Run) -> None:
     """
     if run.prompts and is_sharded(run.backbone):
         run.control = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=STEP_SECONDS))
-
-
-ROWS = 8
-"""Prompts decoded at once."""
-EXAMPLES = 3
-"""Number of prompts, the first ones, that are reported with their continuations."""
-LONGEST = 300
-"""Maximum tokens of an example, which ends with a whole decoding step."""
-PROMPT_END = 300
-"""Number of characters reported from the end of a prompt."""
 
 
 def evaluate(

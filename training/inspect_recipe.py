@@ -44,6 +44,9 @@ LABEL, CONTEXT, SPECIAL = "green", "dim", "reverse"
 """Styles of label, context and special tokens."""
 BRACKETS = "⟦", "⟧"
 """Marks of label tokens in output without colours."""
+PERCENTILES = (0, 10, 50, 90, 99, 100)
+BINS, BAR_WIDTH = 8, 40
+"""Number of bins of the length histogram, and its width in characters."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,6 @@ def _inline(name: str) -> str:
 def _span(token: dict[str, Any], part: str) -> Markup:
     special = " special" if token["special"] else ""
     return Markup('<span class="{}" title="{}">{}</span>').format(part + special, token["token"], token["text"])
-
-
-PERCENTILES = (0, 10, 50, 90, 99, 100)
-BINS, BAR_WIDTH = 8, 40
-"""Number of bins of the length histogram, and its width in characters."""
 
 
 def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:

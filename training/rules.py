@@ -74,6 +74,10 @@ LEAST_CONTEXT = 32
 """Positions below which a model is no use as a backbone."""
 ORDER = ("backbone", "drafter", "features", "data", "regenerate", "objective", "train", "eval", "save")
 FIRST = ("path", "kind", "train", "dir", "steps", "epochs", "batch_size", "micro_batch", "lr")
+THOUGHTS = ("<think>", "<|channel|>analysis", "enable_thinking")
+"""Texts in the chat templates of models that write their reasoning before an answer."""
+CONTEXT = 2048
+"""Positions assumed for a model whose configuration states none."""
 
 
 @dataclass(frozen=True)
@@ -228,14 +232,6 @@ def _ladder(tree: Tree, machine: Machine) -> Iterator[Tree]:
     yield from steps
     if machine.processes > 1 and frozen and not tree["backbone"].get("shard"):
         yield from (merged({"backbone": {"shard": True}}, change) for change in steps)
-
-
-THOUGHTS = ("<think>", "<|channel|>analysis", "enable_thinking")
-"""Texts in the chat templates of models that write their reasoning before an answer."""
-
-
-CONTEXT = 2048
-"""Positions assumed for a model whose configuration states none."""
 
 
 @dataclass(frozen=True)

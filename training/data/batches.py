@@ -32,6 +32,8 @@ from headstart.training.recipe.recipe import Train
 
 FORWARD_TOKENS = 8192
 """Positions of a forward pass over a batch of samples, padding included."""
+Row = list[int]
+"""Indices of the row's samples."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,6 @@ def _stream(size: int, start: int, count: int, seed: str) -> Sequence[int]:
         number, place = divmod(start + len(picked), size)
         picked += epoch_order(size, number, seed)[place : place + count - len(picked)]
     return picked
-
-
-Row = list[int]
-"""Indices of the row's samples."""
 
 
 @dataclass(frozen=True)

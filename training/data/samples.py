@@ -37,6 +37,12 @@ MASKS = (MASK, "completion_mask", "assistant_masks", LABELS)
 """Columns that say which tokens are learned: speculators' and SpecForge's, TRL's two, and labels as transformers' collators take them."""
 IGNORED = -100
 """The label of a token that is not learned."""
+CONVERSATIONS = ("messages", "conversations")
+Kind = Literal["tokens", "chat", "pair", "text"]
+BESIDE = ("tools", "system")
+"""Columns that are read beside a conversation."""
+NUMBER = "row"
+"""The column in which `headstart regenerate` writes where a row is from."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +165,6 @@ def _sample(ids: Any, masks: dict[str, Any], column: str, where: str) -> Sample:
         counted = real if name == PADDING else labels
         counted[:] = [one and value != left_out for one, value in zip(counted, mask, strict=True)]
     return Sample.of(list(compress(ids, real)), list(compress(labels, real)))
-
-
-CONVERSATIONS = ("messages", "conversations")
-Kind = Literal["tokens", "chat", "pair", "text"]
-BESIDE = ("tools", "system")
-"""Columns that are read beside a conversation."""
-NUMBER = "row"
-"""The column in which `headstart regenerate` writes where a row is from."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ PART, LEAST, MOST = 128, 1024, 16
 """Items of a part; items for which another process pays; processes that are started unless more are asked for."""
 _work: list[Callable[[range], Any]] = []
 """What this process does, if it is one of several."""
+MIN_TOKENS = 4
+"""Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
+Reader = Callable[[Row, str, Stats], list[Sample]]
 
 
 def in_parts(work: Callable[[range], T], items: int, processes: int | None = None) -> Iterator[T]:
@@ -96,16 +99,9 @@ def prints_date(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(settings.template_of(tokenizer)) and Template(tokenizer, settings).prints_date
 
 
-MIN_TOKENS = 4
-"""Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
-
-
 def chat_settings(data: Data, ends: Sequence[int] = ()) -> ChatSettings:
     """Return how a recipe's conversations become tokens. ``ends``: the tokens at which the backbone's decoding stops."""
     return ChatSettings(data.chat_template, data.template_kwargs, tuple(ends), data.template_time)
-
-
-Reader = Callable[[Row, str, Stats], list[Sample]]
 
 
 def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, progress: bool = False) -> tuple[list[Sample], Stats]:

@@ -53,6 +53,10 @@ from headstart.training.recipe.recipe import Recipe
 SUPPLEMENT = "supplement.safetensors"
 EVALUATED_TOKENS = 16_384
 """Tokens of held-out rows that are kept at most."""
+FOLDER = Path("state", "features")
+"""Folder in ``save.dir``."""
+SHARE_OF_DISK = 0.5
+"""Of the free space that they may take."""
 
 
 @dataclass(frozen=True)
@@ -180,12 +184,6 @@ def nearest_taps(features: Features, taps: tuple[int, ...]) -> Features:
     """Return the features with these taps alone; one that is not there has the values of the nearest that is."""
     held = features.taps or {}
     return replace(features, taps={tap: held[min(held, key=lambda one: abs(one - tap))] for tap in taps} or None)
-
-
-FOLDER = Path("state", "features")
-"""Folder in ``save.dir``."""
-SHARE_OF_DISK = 0.5
-"""Of the free space that they may take."""
 
 
 class FeaturesBetweenEpochs(LiveFeatures):

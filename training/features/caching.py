@@ -54,6 +54,12 @@ from headstart.training.features.served import FOLDER, KeptFeatures
 from headstart.training.features.source import FeatureSource, open_to_cache, taps_of
 from headstart.training.recipe.recipe import Recipe, split_drafter
 
+MEASURED_POSITIONS = 512
+"""Label positions per shard at which the rounding error is measured."""
+SPARE_BYTES = 64 * 2**20
+"""Disk space to leave free."""
+LOCKS = ".locks"
+
 
 @dataclass(frozen=True)
 class PlannedCache:
@@ -157,13 +163,6 @@ def _device() -> torch.device | None:
     """Return this process's accelerator if a launcher started several processes."""
     rank = os.environ.get("LOCAL_RANK")
     return torch.device("cuda", int(rank)) if rank is not None and torch.cuda.is_available() else None
-
-
-MEASURED_POSITIONS = 512
-"""Label positions per shard at which the rounding error is measured."""
-SPARE_BYTES = 64 * 2**20
-"""Disk space to leave free."""
-LOCKS = ".locks"
 
 
 def bytes_missing(manifest: Manifest, form: CacheFormat, samples: Sequence[Sample]) -> int:

@@ -36,6 +36,8 @@ from headstart.training.recipe.training import Features as Settings
 
 CHECKED_FIRST = 8
 """Samples, the first ones, that are all checked."""
+FOLDER = "answers"
+"""Folder in ``cache.dir`` of the states that are kept."""
 
 
 class FeaturesLost(UserError):
@@ -135,10 +137,6 @@ def documents_of(batch: Batch) -> list[list[Tensor]]:
         lengths = torch.bincount(document_T[kept_T]).tolist() if kept_T.any() else []
         rows.append(list(tokens_T[kept_T].split(lengths)) if lengths else [])
     return rows
-
-
-FOLDER = "answers"
-"""Folder in ``cache.dir`` of the states that are kept."""
 
 
 class KeptFeatures(ServedFeatures):

@@ -49,6 +49,9 @@ STALE = 3600.0
 """Age in seconds from which files that runs have left behind are deleted."""
 PREFIX = "headstart-"
 START = "start the server as headstart serve-features RECIPE prints it"
+CONNECTOR, ON_CPU = "ExampleHiddenStatesConnector", "HiddenStatesOnCPU"
+"""vLLM's own connector, and the one for its CPU build."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -218,11 +221,6 @@ def extracted(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
 def served_name(path: str, layers: tuple[int, ...]) -> str:
     """Return a model's name on a server that extracts these layers: files do not name theirs, so a server of others is told by it."""
     return f"{Path(path).name or path}-layers-{'-'.join(map(str, layers))}"
-
-
-CONNECTOR, ON_CPU = "ExampleHiddenStatesConnector", "HiddenStatesOnCPU"
-"""vLLM's own connector, and the one for its CPU build."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import LossRows, SampledAnchors, StepKey, dense_rows, sample_anchors, text_rows
 from headstart.training.objective.terms import FEATURES, at_least_fp32, in_vocabulary
 
+SMOOTHING = 0.5
+"""a = SMOOTHING + (1 - SMOOTHING) q, so that depths after an unlikely one keep some weight (2605.18810)."""
+
 
 class Sums(NamedTuple):
     """Sums over the label tokens of a batch, per depth if the name ends in K; additive over batches."""
@@ -101,10 +104,6 @@ def require_comparable(drafter: Drafter) -> None:
         f"objective.terms.{FEATURES} compares a drafter's hidden states with the backbone's, but {type(drafter).__name__} has a readout of "
         "its own, so its states mean something else; leave that term out, or train a drafter read out by the backbone (EAGLE-1)"
     )
-
-
-SMOOTHING = 0.5
-"""a = SMOOTHING + (1 - SMOOTHING) q, so that depths after an unlikely one keep some weight (2605.18810)."""
 
 
 def geometric(decay: float, counts_MK: Tensor, dtype: torch.dtype, first_depth: int = 0) -> Tensor:

@@ -44,6 +44,18 @@ from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.processes import StopSignal
 from headstart.training.setup import Run, prepare
 
+STEPS = 4
+"""Number of steps, the first a warm-up."""
+PROMPT, WRITTEN, WARM = 64, 12, 32
+"""Tokens of the text that is continued, tokens written to it in each shape, and by passes without drafts before, as captures need."""
+DEPTHS, ACCEPTANCE = (1, 2, 4, 8), (0.4, 0.6, 0.8)
+UTILISATION = 0.4
+"""Share of the peak that a step is assumed to reach: an estimate, not measured; large models are commonly trained at 0.35 to 0.55."""
+SAMPLE = 128
+"""Positions of the row whose operations are counted."""
+ROUTED = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that configurations give to the number of experts; ``num_experts_per_tok`` says how many of them a token meets."""
+
 
 def why_not_loadable(recipe: Recipe) -> str | None:
     """Return the reason why the backbone's weights cannot be loaded without a download; None if they can."""
@@ -67,10 +79,6 @@ def live_until_cached(recipe: Recipe) -> Recipe:
     if manifest is not None and not manifest.missing():
         return recipe
     return recipe.model_copy(update={"cache": settings.model_copy(update={"dir": None})})
-
-
-STEPS = 4
-"""Number of steps, the first a warm-up."""
 
 
 @waiting("timing")
@@ -123,11 +131,6 @@ def _gain(drafter: Drafter) -> dict[str, Any] | str:
         return str(error)
 
 
-PROMPT, WRITTEN, WARM = 64, 12, 32
-"""Tokens of the text that is continued, tokens written to it in each shape, and by passes without drafts before, as captures need."""
-DEPTHS, ACCEPTANCE = (1, 2, 4, 8), (0.4, 0.6, 0.8)
-
-
 def gain_of(drafter: Drafter) -> dict[str, Any]:
     """Return ``step_ms`` of decoding without drafts, ``chains``: depth -> ``draft_ms`` and ``verify_ms``, and what follows.
 
@@ -173,14 +176,6 @@ def tau(p: float, depth: int) -> float:
 def best_chain(p: float, costs: Mapping[int, float]) -> tuple[int, float]:
     """Return the depth at which acceptance ``p`` brings most, and its speedup. ``costs``: depth -> steps without drafts that it takes."""
     return max(((depth, tau(p, depth) / cost) for depth, cost in costs.items()), key=lambda found: found[1])
-
-
-UTILISATION = 0.4
-"""Share of the peak that a step is assumed to reach: an estimate, not measured; large models are commonly trained at 0.35 to 0.55."""
-SAMPLE = 128
-"""Positions of the row whose operations are counted."""
-ROUTED = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names that configurations give to the number of experts; ``num_experts_per_tok`` says how many of them a token meets."""
 
 
 def step_operations(memory_plan: MemoryPlan, size: MicroBatch) -> dict[str, int]:

@@ -43,6 +43,9 @@ from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Recipe, split_drafter
 from headstart.training.run.trainer import build
 
+Parts = dict[str, int]
+"""Name of a part -> bytes."""
+
 
 class _FusedAttention(torch.autograd.Function):
     """Allocates the output and keeps what a fused kernel keeps for its gradients."""
@@ -193,10 +196,6 @@ def _pass_empty_mask(backbone: Backbone) -> None:
         return args, kwargs
 
     backbone.base.register_forward_pre_hook(give, with_kwargs=True)
-
-
-Parts = dict[str, int]
-"""Name of a part -> bytes."""
 
 
 class _Made(NamedTuple):

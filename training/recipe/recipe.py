@@ -31,6 +31,13 @@ from headstart.training.recipe.yaml_text import by_name, dump_yaml, override, re
 
 LENGTHS = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 """Two keys for the length of a run: one that is given in an override replaces the other."""
+SHARED_KEYS = ("steps", "epochs", "batch_size", "micro_batch", "precision")
+"""Keys of ``train`` that are the same for all drafters."""
+OWN_SECTIONS = ("objective", "train")
+"""Sections that an entry may override."""
+RESERVED_NAMES = ("state", "log.jsonl", "wandb", "tensorboard")
+"""Other entries of ``save.dir``."""
+VOCABULARY_KEY = "draft_vocab_size"
 
 
 class Recipe(StrictModel):
@@ -112,14 +119,6 @@ class Recipe(StrictModel):
         return {name: _alone(self, name, entry) for name, entry in self.heads.items()} if self.heads else {"": self}
 
 
-SHARED_KEYS = ("steps", "epochs", "batch_size", "micro_batch", "precision")
-"""Keys of ``train`` that are the same for all drafters."""
-OWN_SECTIONS = ("objective", "train")
-"""Sections that an entry may override."""
-RESERVED_NAMES = ("state", "log.jsonl", "wandb", "tensorboard")
-"""Other entries of ``save.dir``."""
-
-
 def _alone(recipe: Recipe, name: str, entry: dict[str, Any]) -> Recipe:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in RESERVED_NAMES:
         raise UserError(f"heads: {name!r} cannot name a folder in save.dir; use letters, digits, '-', '_' and '.'")
@@ -147,9 +146,6 @@ def _alone(recipe: Recipe, name: str, entry: dict[str, Any]) -> Recipe:
 
 def _changed(section: Model, changes: dict[str, Any], where: str) -> Model:
     return parse(type(section), {**dict(section), **changes}, where) if changes else section
-
-
-VOCABULARY_KEY = "draft_vocab_size"
 
 
 class DrafterOptions(StrictModel):

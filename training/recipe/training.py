@@ -27,6 +27,7 @@ from headstart.training.recipe.sections import Fraction, Text
 
 TERMS = ("kl", "reverse_kl", "js", "ce", "tv", "lk_alpha", "lk", "topk_kl", "features")
 Beta = Annotated[float, Ge(0), Lt(1)]
+VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 
 
 class Objective(StrictModel):
@@ -151,9 +152,6 @@ class Eval(StrictModel):
     """Beam width: nodes expanded per draft level."""
     max_seconds: PositiveFloat = 300.0
     """Seconds after which an evaluation ends with what has been decoded until then; the log says so."""
-
-
-VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 
 
 def address(section: str, text: str) -> str:

@@ -35,6 +35,9 @@ MAX_BYTES = 256 << 10
 """Size of a recipe."""
 MAX_VALUES = 100_000
 """Values of a recipe, those that aliases repeat included."""
+KEY = "extends"
+MAX_FILES = 100
+"""Files that one recipe may extend, directly or not, a file that several extend counted for each."""
 
 
 class _Resolver(VersionedResolver):
@@ -139,11 +142,6 @@ def override(tree: dict[str, Any], change: str) -> None:
         if not isinstance(node, dict):
             raise UserError(f"{change!r}: {'.'.join(parents[:level])} is {node!r}, with no keys below it")
     node[last] = _plain(value) if value.startswith("*") else parse_yaml(value, repr(change))  # a pattern of files
-
-
-KEY = "extends"
-MAX_FILES = 100
-"""Files that one recipe may extend, directly or not, a file that several extend counted for each."""
 
 
 def read_extended(path: Path) -> tuple[dict[str, Any], list[Path]]:

@@ -40,6 +40,14 @@ from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.run.optimizer import Average
 from headstart.training.run.processes import distribute_like, full_tensor
 
+FORMAT = 4
+"""Version of the content of ``state.json`` and of the tensors' names."""
+MAY_DIFFER = (
+    "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
+    "cache.dir", "cache.shard_mb", "cache.between_epochs", "data.images", "data.template_time", "data.processes",
+)  # fmt: skip
+"""Recipe keys that may change on resuming, since they do not affect the optimiser steps."""
+
 
 def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:
     """Return the provenance that is constant during a run. ``ends``: the tokens at which the backbone's decoding stops."""
@@ -70,15 +78,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit + ("-dirty" if changed else "")
-
-
-FORMAT = 4
-"""Version of the content of ``state.json`` and of the tensors' names."""
-MAY_DIFFER = (
-    "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
-    "cache.dir", "cache.shard_mb", "cache.between_epochs", "data.images", "data.template_time", "data.processes",
-)  # fmt: skip
-"""Recipe keys that may change on resuming, since they do not affect the optimiser steps."""
 
 
 @dataclass(frozen=True)

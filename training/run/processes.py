@@ -36,6 +36,18 @@ from headstart.support.files import locked
 from headstart.training.recipe import sections
 
 T = TypeVar("T")
+LOCK = "run.lock"
+"""File in ``save.dir``; it stays there, and means nothing unless a process holds it."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOST = re.compile(r"connection (closed|reset|refused|was likely closed)|broken pipe|gloo/transport|NCCL|timed? ?out|recvValue failed", re.I)
+"""In messages of collective operations, which raise plain RuntimeErrors for most faults of a connection."""
+_kept: list[ProcessGroup | None] = []
+UNSUPPORTED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config (tensor, context or sequence parallelism)",
+}
+"""What `accelerate` makes of a configuration that training does not follow, by the variable that its launcher sets."""
 
 
 def in_first_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
@@ -58,10 +70,6 @@ def in_first_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
     return result[0] if result else work()
 
 
-LOCK = "run.lock"
-"""File in ``save.dir``; it stays there, and means nothing unless a process holds it."""
-
-
 @contextmanager
 def sole_run(save_dir: str) -> Iterator[None]:
     """Hold the folder's lock until this process ends, by a kill too. Raises UserError if another run has it, or it cannot be written."""
@@ -82,9 +90,6 @@ def sole_run(save_dir: str) -> Iterator[None]:
                     (folder / LOCK).unlink()
                     for place in made:
                         place.rmdir()
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
@@ -112,13 +117,6 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-
-
-LOST = re.compile(r"connection (closed|reset|refused|was likely closed)|broken pipe|gloo/transport|NCCL|timed? ?out|recvValue failed", re.I)
-"""In messages of collective operations, which raise plain RuntimeErrors for most faults of a connection."""
-
-
-_kept: list[ProcessGroup | None] = []
 
 
 def any_of(accelerator: Accelerator, flag: bool, group: ProcessGroup | None = None) -> bool:
@@ -149,14 +147,6 @@ def lost_process(error: RuntimeError, save_dir: str) -> UserError | None:
         f"another process of this run has ended or does not answer ({cause}); its own message says why. "
         f"The same command goes on from what was last saved in {save_dir}"
     )
-
-
-UNSUPPORTED = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config (tensor, context or sequence parallelism)",
-}
-"""What `accelerate` makes of a configuration that training does not follow, by the variable that its launcher sets."""
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:

@@ -42,6 +42,8 @@ FEW_STEPS, ENOUGH_STEPS = 300, 600
 ADAPTED = 0.3
 """Factor of the learning rate where training goes on from weights that were trained before."""
 AUTO = "auto"
+CPU_POSITIONS = 1024
+"""Positions of a forward pass on a CPU, where more bring no speed and would show progress seldom."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,6 @@ def advice(train: Train, steps: int, processes: int) -> str | None:
         return None
     more = steps * train.batch_size // size
     return f"{steps:,} steps are few: train.batch_size={size} makes {more:,} of the same text, and heads learn more from it"
-
-
-CPU_POSITIONS = 1024
-"""Positions of a forward pass on a CPU, where more bring no speed and would show progress seldom."""
 
 
 def require_starts(recipe: Recipe) -> Recipe:
