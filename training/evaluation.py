@@ -124,10 +124,7 @@ def _measure_stored(run: Run, trainer: DrafterTrainer, drafter: Drafter) -> bool
 
 
 def prepare_evaluations(run: Run) -> None:
-    """Make the group by which the processes of a sharded backbone, which decode together, agree apart from their passes.
-
-    Where an evaluation fails in one of them alone, that one ends after `STEP_SECONDS`, and so do the others.
-    """
+    """Make the group by which processes that decode together agree; where one fails alone, all end after `STEP_SECONDS`."""
     if run.prompts and is_sharded(run.backbone):
         run.control = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=STEP_SECONDS))
 

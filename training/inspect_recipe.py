@@ -84,7 +84,11 @@ def sample_page(report: dict[str, Any], recipe: str) -> str:
         "<p><span class=a>label</span> the model writes it: trained on &nbsp; <span class=soft>prompt</span> the model reads it before it"
         ' answers &nbsp; <span class="soft unused">neither</span> after the last label: read, and not trained on</p>'
     )
-    spans = [_span(token, "a" if token["loss"] else "soft" if i < last else "soft unused") for i, token in enumerate(tokens)]
+    parts = ["a" if token["loss"] else "soft" if i < last else "soft unused" for i, token in enumerate(tokens)]
+    span = Markup('<span class="{}" title="{}">{}</span>')
+    spans = [
+        span.format(f"{part}{' special' * one['special']}", one["token"], one["text"]) for part, one in zip(parts, tokens, strict=True)
+    ]
     about = "What is trained on, token by token; the id of a token is shown where the pointer rests on it."
     text = Markup("<div class=text>{}</div>").format(Markup("").join(spans))
     check = [data["check"]["said"]] if data["check"] else []
@@ -102,11 +106,6 @@ def _said(image: dict[str, Any]) -> str:
 def _inline(name: str) -> str:
     data = "" if name.startswith("data:") else base64.b64encode(Path(name).expanduser().read_bytes()).decode()
     return f"data:{mimetypes.guess_type(name)[0]};base64,{data}" if data else name
-
-
-def _span(token: dict[str, Any], part: str) -> Markup:
-    special = " special" if token["special"] else ""
-    return Markup('<span class="{}" title="{}">{}</span>').format(part + special, token["token"], token["text"])
 
 
 def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:

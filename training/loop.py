@@ -98,9 +98,7 @@ def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
 
 def _evaluate(run: Run, signal: StopSignal) -> bool:
     """Evaluate every trainer after this step and add the results to what was saved at it; returns True if a signal ended the evaluation.
-
-    Any other failure is a warning, with its traceback in the log; `Run.pending` then stays True, and the step is evaluated when it is
-    resumed.
+    Another failure is a warning; `Run.pending` then stays True, and the step is evaluated when it is resumed.
     """
     run.pending = not all([evaluate_trainer(run, trainer, signal) for trainer in run.trainers])
     guarded(run, lambda: save_results(run))

@@ -195,10 +195,8 @@ def _train(facts: ModelFacts, part: Tree, preset: str, length: int, machine: Mac
 def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
     """Return the changes that make the recipe ``tree`` fit the machine, none if it does, and the bytes that it takes at most then.
 
-    Activations are recomputed, then the backbone is sharded; on each step fewer rows are tried.
-
-    ``config``: the folder or hub id that the backbone's configuration is read from. Raises UserError, naming the largest part, if
-    nothing makes it fit.
+    Activations are recomputed, then the backbone is sharded; on each step fewer rows are tried. ``config``: the folder or hub id of the
+    backbone's configuration. Raises UserError, naming the largest part, if nothing makes it fit.
     """
     closest: StepMemory | None = None
     for change in _ladder(tree, machine):
@@ -264,7 +262,11 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     config = model.config.get_text_config()
     stated, readout = config.to_dict(), model.get_output_embeddings()
     layers = decoder_layers(model, config.num_hidden_layers)
-    tokenizer = _tokenizer(path, trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    try:
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    except UserError:
+        notice("assumed: a tokenizer with a chat template: none could be read")
     template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
     _, recurrent, no_trees = layer_kinds(model, layers)
     context = stated.get("max_position_embeddings") or stated.get("n_positions")
@@ -276,11 +278,3 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
         packable=recurrent is None and no_trees is None, chat=tokenizer is None or bool(template),
         thinks=any(text in template for text in THOUGHTS),
     )  # fmt: skip
-
-
-def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    try:
-        return load_tokenizer(path, trust_remote_code=trust_remote_code)
-    except UserError:
-        notice("assumed: a tokenizer with a chat template: none could be read")
-        return None

@@ -62,7 +62,7 @@ class Splits:
     check: Check | None = None
     """Whether the tokens are those of decoding; None without conversations."""
     kept: bool = False
-    """Whether an earlier start has made them (training/data/kept.py)."""
+    """Whether an earlier start has made them."""
 
     def __str__(self) -> str:
         return f"{self.stats}{'; tokens of an earlier start' if self.kept else ''}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -110,40 +111,31 @@ class CachedFeatures(FeatureSource):
 
     def __init__(self, manifest: Manifest, form: CacheFormat, taps: tuple[int, ...], backbone: Backbone) -> None:
         self.reader, self.form, self.taps, self.backbone = ShardReader(manifest), form, taps, backbone
+        self.without_last = False
+        """Whether the features of a sample's last token are left out, which are none."""
         supplement = read_supplement(manifest, form)
         if supplement is None:
             raise UserError(f"{manifest.folder} lacks {SUPPLEMENT}; run headstart cache with this recipe to write it")
         self.supplement = supplement
 
     def read(self, batch: Batch) -> Features:
-        record = concatenate([self.reader.sample(index) for row in batch.members for index in row])
-        return self.form.decode(record, batch, self.taps)
+        features = self.form.decode(concatenate([self.reader.sample(i) for row in batch.members for i in row]), batch, self.taps)
+        if not self.without_last:
+            return features
+        last_BT = batch.document_BT != torch.nn.functional.pad(batch.document_BT[:, 1:], (0, 1), value=-1)
+        return replace(features, document_BT=batch.document_BT.masked_fill(last_BT, -1))
 
     def probe(self, tokens_1T: Tensor) -> Features:
         """Return the features of the tokens that were probed when the cache was written."""
         return map_tensors(lambda tensor: tensor.to(self.backbone.device), self.supplement.probe())
 
     def for_starts(self, taps: tuple[int, ...]) -> FeatureSource:
-        return _ForStarts(self) if self.supplement.lacks_last else self
+        source = copy(self)
+        source.without_last = self.supplement.lacks_last
+        return source
 
     def read_held_out(self, samples: Sequence[Sample]) -> Iterator[Features]:
         yield from self.supplement.read_held_out(samples, self.backbone.device)
-
-
-class _ForStarts(FeatureSource):
-    """A cache without the features that are none."""
-
-    def __init__(self, cached: CachedFeatures) -> None:
-        self.cached, self.backbone = cached, cached.backbone
-
-    def read(self, batch: Batch) -> Features:
-        features = self.cached.read(batch)
-        document_BT = batch.document_BT
-        last_BT = document_BT != torch.nn.functional.pad(document_BT[:, 1:], (0, 1), value=-1)
-        return replace(features, document_BT=document_BT.masked_fill(last_BT, -1))
-
-    def probe(self, tokens_1T: Tensor) -> Features:
-        return self.cached.probe(tokens_1T)
 
 
 def open_source(

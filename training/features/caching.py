@@ -180,7 +180,7 @@ def require_disk_space(folder: Path, needed: int) -> None:
         )
 
 
-def write_missing(manifest: Manifest, form: CacheFormat, splits: Splits, source: FeatureSource, *, progress: bool = True) -> int:
+def write_missing(manifest: Manifest, form: CacheFormat, splits: Splits, source: FeatureSource) -> int:
     """Write missing shards that no other process is writing, and the supplement; returns the number of shards."""
     samples = splits.train
     require_disk_space(manifest.folder, bytes_missing(manifest, form, samples))
@@ -188,7 +188,7 @@ def write_missing(manifest: Manifest, form: CacheFormat, splits: Splits, source:
     write_supplement(manifest, form, source, splits)
     missing, written = manifest.missing(), 0
     total = sum(len(sample.tokens) for number in missing for sample in samples[slice(*manifest.shards[number])])
-    with tqdm(total=total, desc="caching", unit="token", unit_scale=True, disable=not progress) as bar:
+    with tqdm(total=total, desc="caching", unit="token", unit_scale=True) as bar:
         for number in missing:
             with locked(manifest.folder / LOCKS / str(number), "cache.dir") as mine:
                 if mine and not manifest.shard(number).exists():

@@ -83,14 +83,14 @@ class Servers:
         """Address -> until when it rests, and how often it has failed in a row."""
         self._sweep()
 
-    def ask(self, tokens: Sequence[int], *, new_tokens: int = 0, **options: Any) -> Answer:
-        """Return the hidden states of the tokens and, with ``new_tokens``, of those that the server generates after them, but for the last.
+    def ask(self, tokens: Sequence[int], **options: Any) -> Answer:
+        """Return the hidden states of the tokens. ``options``: further parameters of the request.
 
-        ``options``: further parameters of the request. Raises UserError if the servers refuse it, or all fail for ``features.patience``.
+        Raises UserError if the servers refuse it, or all fail for ``features.patience``.
         """
         body = {
-            "model": self.model, "prompt": list(tokens), "max_tokens": max(1, new_tokens), "temperature": 0, "return_token_ids": True,
-            "kv_transfer_params": {"include_output_tokens": new_tokens > 0}, **options,
+            "model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "return_token_ids": True,
+            "kv_transfer_params": {"include_output_tokens": False}, **options,
         }  # fmt: skip
         end, problem = time.monotonic() + self.settings.patience, ""
         while not self.stopped.is_set():
@@ -139,10 +139,7 @@ class Servers:
         return f"{self.run}-{next(self.numbers)}"
 
     def taken(self, answer: dict[str, Any], url: str) -> Answer:
-        """Return what the server at ``url`` has answered, with the hidden states from its file, which is deleted.
-
-        Raises Passing if there is none this time, UserError if there will be none.
-        """
+        """Return the server's answer with the states of its file, which is deleted. Raises Passing (none this time) or UserError."""
         choice = answer["choices"][0]
         params = answer.get("kv_transfer_params") or choice.get("kv_transfer_params") or {}
         generated, path = choice.get("token_ids") or [], params.get("hidden_states_path")

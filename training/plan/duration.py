@@ -83,10 +83,8 @@ def live_until_cached(recipe: Recipe) -> Recipe:
 
 @waiting("timing")
 def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, dict[str, Any] | str]]:
-    """Return the seconds of a step of one of ``processes`` processes, in the mean over the epochs, without communication and evaluation,
-    and by drafter what `gain_of` finds, or why nothing decodes here.
-
-    Raises UserError for recipes that training would reject.
+    """Return the mean seconds of a step of one of ``processes`` processes, without communication and evaluation, and by drafter what
+    `gain_of` finds, or why nothing decodes here. Raises UserError for recipes that training would reject.
     """
     share = -(-recipe.train.batch_size // processes)
     limit = recipe.train.micro_batch or share

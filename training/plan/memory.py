@@ -102,11 +102,11 @@ class MemoryPlan:
 
     def persistent(self) -> Parts:
         """Return the bytes by part that are allocated throughout training."""
-        recipes = self.recipe.per_drafter()
-        drafters = self.models.drafters
+        recipes, drafters = self.recipe.per_drafter(), self.models.drafters
+        elsewhere = sum(layer - -(-layer // self.processes) for layer in self._sharded_layers())
         return {
             "torch runtime": RUNTIME[self.accelerator],
-            "backbone weights": size_of(self.models.backbone.weights) - self._on_other_processes() - self._quantized_away(),
+            "backbone weights": size_of(self.models.backbone.weights) - elsewhere - self._quantized_away(),
             "drafter weights": sum(size_of([*drafter.parameters(), *drafter.buffers()]) for drafter in drafters.values()),
             "optimizer state": sum(self._optimizer_state(name) for name in drafters),
             "weight average": sum(trained(drafter) for name, drafter in drafters.items() if recipes[name].train.ema_decay is not None),
@@ -116,9 +116,6 @@ class MemoryPlan:
         """Return the bytes of each backbone layer if they are sharded, else nothing."""
         sharded = self.recipe.backbone.shard and self.processes > 1 and not opens_head_only(self.recipe)
         return [size_of(list(layer.parameters())) for layer in self.models.backbone.layers] if sharded else []
-
-    def _on_other_processes(self) -> int:
-        return sum(layer - -(-layer // self.processes) for layer in self._sharded_layers())
 
     def _quantized_away(self) -> int:
         """Return what linear layers of int8 or int4 take less: quanto keeps a scale a row, or a scale and a shift for each 128 weights."""

@@ -113,7 +113,9 @@ class Endpoint:
     def _message(self, item: Item) -> Response:
         assert isinstance(item, Conversation)
         tools = self.recipe.data.template_kwargs.get("tools") if item.tools is None else item.tools
-        prompt = {"messages": item.messages} | ({} if tools is None else {"tools": tools}) | self._template()
+        variables = {key: value for key, value in self.recipe.data.template_kwargs.items() if key != "tools"}
+        given = {"chat_template": self.recipe.data.chat_template, "chat_template_kwargs": variables}  # as vLLM takes them
+        prompt = {"messages": item.messages} | ({} if tools is None else {"tools": tools}) | {key: one for key, one in given.items() if one}
         path = "/chat/completions"
         raw = self._ask(path, item, prompt, "message")
         fields = raw.message if isinstance(raw.message, dict) else {}
@@ -129,13 +131,6 @@ class Endpoint:
         if not error:
             self._compare(item, message, raw)
         return replace(raw, message=message, error=error)
-
-    def _template(self) -> dict[str, Any]:
-        """Return the recipe's chat template and its variables, as vLLM takes them."""
-        data = self.recipe.data
-        variables = {key: value for key, value in data.template_kwargs.items() if key != "tools"}
-        given = {"chat_template": data.chat_template, "chat_template_kwargs": variables}
-        return {key: value for key, value in given.items() if value}
 
     def _compare(self, item: Conversation, message: Message, raw: Response) -> None:
         """Count whether tokenising the answer's text gives the tokens that were written, or as many."""

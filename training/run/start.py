@@ -147,10 +147,7 @@ def set_vocabularies(drafters: Mapping[str, Drafter], counts: LabelCounts) -> No
 
 
 def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features: FeatureSource, accelerator: Accelerator) -> list[str]:
-    """Let new drafters fit their start values to texts of the training data; returns lines for the log, in the main process.
-
-    The main process does so for all; with a sharded backbone, all read the texts together.
-    """
+    """Let new drafters fit start values to texts, in the main process, or all if the backbone is sharded; returns lines for the log."""
     lines: list[str] = []
     fresh = [drafter for drafter in drafters if drafter.start_positions]
     if fresh and (accelerator.is_main_process or is_sharded(fresh[0].backbone)):

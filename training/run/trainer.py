@@ -100,10 +100,7 @@ class DrafterTrainer:
         return rate
 
     def backward(self, inputs: Features | Batch, scale: Tensor, seed: int, last: bool) -> Sums:
-        """Accumulate the gradients of a micro-batch's features (the batch itself if the backbone is trainable).
-
-        Processes synchronise at the ``last`` micro-batch.
-        """
+        """Accumulate the gradients of a micro-batch: its features, or itself if the backbone is trained. The ``last`` one synchronises."""
         set_seed(seed)
         autocast = self.accelerator.autocast() if self.sharded else nullcontext()  # unless sharded, the wrapped module applies autocast
         keep_gathered(self.module, not last)
