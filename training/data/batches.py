@@ -237,8 +237,8 @@ class BatchSampler:
         """Yield this process's micro-batches of the step."""
         batches = self.local_rows(step)
         if self.equal_counts:
-            rows = -(-self.train.batch_size // self.processes)  # of the first process; no process has more
-            for _ in range(-(-rows // (self.train.micro_batch or rows)) - len(batches)):
+            most = -(-self.train.batch_size // self.processes)  # rows of the first process; no process has more
+            for _ in range(-(-most // (self.train.micro_batch or most)) - len(batches)):
                 yield empty_batch(MIN_TOKENS).to(device)
         for rows in batches:
             yield collate(self.samples, rows).to(device)

@@ -45,7 +45,7 @@ from headstart.training.run.processes import StopSignal
 from headstart.training.setup import Run, prepare
 
 STEPS = 4
-"""Number of steps, the first a warm-up."""
+"""Number of steps that are timed, the first a warm-up."""
 PROMPT, WRITTEN, WARM = 64, 12, 32
 """Tokens of the text that is continued, tokens written to it in each shape, and by passes without drafts before, as captures need."""
 DEPTHS, ACCEPTANCE = (1, 2, 4, 8), (0.4, 0.6, 0.8)
