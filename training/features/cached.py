@@ -55,9 +55,9 @@ SUPPLEMENT = "supplement.safetensors"
 EVALUATED_TOKENS = 16_384
 """Tokens of held-out rows that are kept at most."""
 FOLDER = Path("state", "features")
-"""Folder in ``save.dir``."""
+"""Of features kept between epochs, in ``save.dir``."""
 SHARE_OF_DISK = 0.5
-"""Of the free space that they may take."""
+"""Of the free space that features kept between epochs may take."""
 
 
 @dataclass(frozen=True)
