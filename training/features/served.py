@@ -62,11 +62,9 @@ class ServedFeatures(FeatureSource):
         """Held by a check, since logits are large."""
 
     def read(self, batch: Batch) -> Features:
+        self.prefetch([batch])
         rows = documents_of(batch)
-        documents = [tokens_T for row in rows for tokens_T in row]
-        for tokens_T in documents:
-            self._begin(tokens_T)
-        records = [self._record(tokens_T) for tokens_T in documents]
+        records = [self._record(tokens_T) for row in rows for tokens_T in row]
         members = tuple(tuple(range(len(row))) for row in rows)
         if not records:  # padding alone
             zeros_BTD = torch.zeros(*batch.tokens_BT.shape, self.backbone.dim, dtype=self.backbone.dtype, device=batch.tokens_BT.device)
