@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
-from headstart.training.plan.gain import gain_of
+from headstart.training.plan.duration import gain_of
 
 CONFIGURATIONS = Path(__file__).parents[1] / "tests" / "helpers" / "configurations"
 MODELS = ("smollm2-135m-instruct", "smollm2-360m-instruct", "qwen3-0.6b")

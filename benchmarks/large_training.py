@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens

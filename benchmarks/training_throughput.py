@@ -25,15 +25,12 @@ from program import options, run
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batches import Batch, BatchSampler
 from headstart.training.data.data import count_labels, load_data, most_frequent
-from headstart.training.data.packing import Batch
-from headstart.training.features.between_epochs import FeaturesBetweenEpochs
+from headstart.training.features.cached import FeaturesBetweenEpochs
 from headstart.training.features.source import FeatureSource, LiveFeatures
-from headstart.training.objective.anchors import StepKey
-from headstart.training.objective.loss_rows import count_label_tokens
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import load_recipe
+from headstart.training.objective.loss_rows import StepKey, count_label_tokens
+from headstart.training.recipe.recipe import load_recipe, split_drafter
 from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.step import TrainStep
 

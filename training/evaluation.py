@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,54 +31,47 @@ from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.errors import cause
 from headstart.support.terminal import progress
 from headstart.support.text import token_texts
-from headstart.training.data.packing import collate
-from headstart.training.data.sample import Sample
+from headstart.training.data.batches import collate
+from headstart.training.data.samples import Sample
+from headstart.training.features.cached import evaluated
 from headstart.training.features.source import LiveFeatures
-from headstart.training.features.supplement import evaluated
 from headstart.training.objective.fused import FusedLoss, acceptance
 from headstart.training.objective.loss_rows import count_label_tokens, lm_loss
 from headstart.training.recipe.recipe import Eval
-from headstart.training.run.processes import StopSignal, any_of
-from headstart.training.run.sharding import is_sharded
+from headstart.training.run.processes import StopSignal, any_of, is_sharded
 from headstart.training.run.trainer import DrafterTrainer
-from headstart.training.saving import save_results
 from headstart.training.setup import Run
 
+T = TypeVar("T")
 STEP_SECONDS = 300.0
 """The longest that processes that decode together may be apart."""
+ROWS = 8
+"""Prompts decoded at once."""
+EXAMPLES = 3
+"""Number of prompts, the first ones, that are reported with their continuations."""
+LONGEST = 300
+"""Maximum tokens of an example, which ends with a whole decoding step."""
+PROMPT_END = 300
+"""Number of characters reported from the end of a prompt."""
 
 
-def evaluate_all(run: Run, signal: StopSignal) -> bool:
-    """Evaluate every trainer after this step and add the results to what was saved at it; returns True if a signal ended the evaluation.
-
-    Any other failure is a warning, with its traceback in the log; `Run.pending` then stays True, and the step is evaluated when it is
-    resumed.
-    """
-    run.pending = not all([_evaluate(run, trainer, signal) for trainer in run.trainers])
-    _guarded(run, lambda: save_results(run))
-    return any_of(run.accelerator, signal.received, run.control)
-
-
-def _evaluate(run: Run, trainer: DrafterTrainer, signal: StopSignal) -> bool:
+def evaluate_trainer(run: Run, trainer: DrafterTrainer, signal: StopSignal) -> bool:
     """Return True if it was evaluated, to the end or to ``eval.max_seconds``."""
-    done = False
 
-    def measure() -> None:
-        nonlocal done
+    def measure() -> bool:
         with trainer.eval_weights() as drafter:
-            if run.accelerator.is_main_process or is_sharded(run.backbone):
-                done = _measure(run, trainer, drafter, signal)
+            return (run.accelerator.is_main_process or is_sharded(run.backbone)) and _measure(run, trainer, drafter, signal)
 
-    _guarded(run, measure)
-    return any_of(run.accelerator, done, run.control)  # all wait for the main process
+    return any_of(run.accelerator, bool(guarded(run, measure)), run.control)  # all wait for the main process
 
 
-def _guarded(run: Run, work: Callable[[], None]) -> None:
-    """Do the work; an error becomes a warning."""
+def guarded(run: Run, work: Callable[[], T]) -> T | None:
+    """Return what the work returns; an error becomes a warning, and None."""
     try:
-        work()
+        return work()
     except Exception as error:
         run.log.warn(run.done, f"the evaluation at step {run.done} failed ({type(error).__name__}: {cause(error)})", error)
+        return None
 
 
 def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSignal) -> bool:
@@ -131,22 +124,9 @@ def _measure_stored(run: Run, trainer: DrafterTrainer, drafter: Drafter) -> bool
 
 
 def prepare_evaluations(run: Run) -> None:
-    """Make the group by which the processes of a sharded backbone, which decode together, agree apart from their passes.
-
-    Where an evaluation fails in one of them alone, that one ends after `STEP_SECONDS`, and so do the others.
-    """
+    """Make the group by which processes that decode together agree; where one fails alone, all end after `STEP_SECONDS`."""
     if run.prompts and is_sharded(run.backbone):
         run.control = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=STEP_SECONDS))
-
-
-ROWS = 8
-"""Prompts decoded at once."""
-EXAMPLES = 3
-"""Number of prompts, the first ones, that are reported with their continuations."""
-LONGEST = 300
-"""Maximum tokens of an example, which ends with a whole decoding step."""
-PROMPT_END = 300
-"""Number of characters reported from the end of a prompt."""
 
 
 def evaluate(

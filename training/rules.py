@@ -35,13 +35,12 @@ from headstart.support.errors import UserError, notice, waiting
 from headstart.support.hub import local_or_shipped
 from headstart.support.text import gigabytes
 from headstart.training.data.rows import names_file, read_rows
-from headstart.training.features.backbone import read_config
+from headstart.training.features.source import read_config
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.plan import Machine
 from headstart.training.recipe import sections
-from headstart.training.recipe.drafter import VOCABULARY_KEY
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import VOCABULARY_KEY, Recipe
 from headstart.training.recipe.sections import Data
 from headstart.training.recipe.yaml_text import dump_yaml, merged, read_extended
 
@@ -75,6 +74,10 @@ LEAST_CONTEXT = 32
 """Positions below which a model is no use as a backbone."""
 ORDER = ("backbone", "drafter", "features", "data", "regenerate", "objective", "train", "eval", "save")
 FIRST = ("path", "kind", "train", "dir", "steps", "epochs", "batch_size", "micro_batch", "lr")
+THOUGHTS = ("<think>", "<|channel|>analysis", "enable_thinking")
+"""Texts in the chat templates of models that write their reasoning before an answer."""
+CONTEXT = 2048
+"""Positions assumed for a model whose configuration states none."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,7 @@ def own_data(name: str) -> Tree:
 
 
 def propose(facts: ModelFacts, method: str, machine: Machine, data: str | None = None) -> Proposal:
-    """Return a recipe by rule, without planning it. ``data``: a preset, file or dataset (None: by the model).
-
-    Raises UserError for a method that is none or cannot be, or a model with next to no context.
-    """
+    """Return a recipe by rule, without planning it. ``data``: a preset, file or dataset (None: by the model). Raises UserError."""
     require_method(method)
     if facts.context < LEAST_CONTEXT:
         raise UserError(f"{facts.path} has a context of {facts.context} tokens; heads need a backbone of at least {LEAST_CONTEXT}")
@@ -163,7 +163,6 @@ def fits_one(facts: ModelFacts, memory: float) -> bool:
 
 
 def _drafter(facts: ModelFacts, method: str, machine: Machine) -> Tree:
-    """Return the drafter's arguments that follow from the model and the machine."""
     kind, values = shared(method)["drafter"]["kind"], Tree()
     if kind == "block":
         values = {"layers": max(1, min(5 if facts.width < WIDE else 2, facts.layers // 2)), "correction_rank": min(256, facts.width)}
@@ -196,10 +195,8 @@ def _train(facts: ModelFacts, part: Tree, preset: str, length: int, machine: Mac
 def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
     """Return the changes that make the recipe ``tree`` fit the machine, none if it does, and the bytes that it takes at most then.
 
-    Activations are recomputed, then the backbone is sharded; on each step fewer rows are tried.
-
-    ``config``: the folder or hub id that the backbone's configuration is read from. Raises UserError, naming the largest part, if
-    nothing makes it fit.
+    Activations are recomputed, then the backbone is sharded; on each step fewer rows are tried. ``config``: the folder or hub id of the
+    backbone's configuration. Raises UserError, naming the largest part, if nothing makes it fit.
     """
     closest: StepMemory | None = None
     for change in _ladder(tree, machine):
@@ -226,7 +223,6 @@ def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
 
 
 def _ladder(tree: Tree, machine: Machine) -> Iterator[Tree]:
-    """Yield changes, the cheapest first."""
     frozen = tree["backbone"].get("lora") is None
     recomputed = {"train": {"gradient_checkpointing": True}}
     can_recompute = not frozen or find_drafter(tree["drafter"]["kind"]).recomputable  # the backbone can
@@ -234,14 +230,6 @@ def _ladder(tree: Tree, machine: Machine) -> Iterator[Tree]:
     yield from steps
     if machine.processes > 1 and frozen and not tree["backbone"].get("shard"):
         yield from (merged({"backbone": {"shard": True}}, change) for change in steps)
-
-
-THOUGHTS = ("<think>", "<|channel|>analysis", "enable_thinking")
-"""Texts in the chat templates of models that write their reasoning before an answer."""
-
-
-CONTEXT = 2048
-"""Positions assumed for a model whose configuration states none."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +262,11 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     config = model.config.get_text_config()
     stated, readout = config.to_dict(), model.get_output_embeddings()
     layers = decoder_layers(model, config.num_hidden_layers)
-    tokenizer = _tokenizer(path, trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    try:
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    except UserError:
+        notice("assumed: a tokenizer with a chat template: none could be read")
     template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
     _, recurrent, no_trees = layer_kinds(model, layers)
     context = stated.get("max_position_embeddings") or stated.get("n_positions")
@@ -286,11 +278,3 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
         packable=recurrent is None and no_trees is None, chat=tokenizer is None or bool(template),
         thinks=any(text in template for text in THOUGHTS),
     )  # fmt: skip
-
-
-def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    try:
-        return load_tokenizer(path, trust_remote_code=trust_remote_code)
-    except UserError:
-        notice("assumed: a tokenizer with a chat template: none could be read")
-        return None

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, parse_flag_from_env, set_seed
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, set_seed
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.images import ImageReader
@@ -23,33 +22,27 @@ from headstart.heads.checkpoint import require_savable
 from headstart.inference.engine.request import context_of
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, prompts, require_vocabulary
 from headstart.training.data.kept import Splits
-from headstart.training.data.sample import Sample
+from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import begun_at, now, prints_date
-from headstart.training.features.backbone import dtype_in_training, open_for_training, opens_head_only, read_config
-from headstart.training.features.between_epochs import keep_between_epochs
-from headstart.training.features.cached import open_source
+from headstart.training.features.cached import keep_between_epochs, open_source
 from headstart.training.features.manifest import cached_time
-from headstart.training.features.on_policy import require_on_policy, with_cache
-from headstart.training.features.source import FeatureSource, require_packable
-from headstart.training.log.log import Log, require_trackers
-from headstart.training.recipe.recipe import Recipe, to_dict
-from headstart.training.run.checkpoint import (
-    State,
-    find_state,
-    provenance,
-    read_state,
-    require_same_recipe,
-    unpack_adapter,
-    unpack_drafter,
-    without_prefix,
+from headstart.training.features.source import (
+    FeatureSource,
+    open_for_training,
+    opens_head_only,
+    require_on_policy,
+    require_packable,
+    with_cache,
 )
-from headstart.training.run.defaults import AUTO, Chosen, advice, autocast_name, choose
-from headstart.training.run.processes import in_first_process
-from headstart.training.run.sharding import empty_model, fsdp_plugin, is_sharded, require_known, shard_layers
-from headstart.training.run.start import choose_vocabularies, fit_starts, read_starts, require_starts
+from headstart.training.recipe.recipe import Recipe, to_dict
+from headstart.training.run import checkpoint
+from headstart.training.run.checkpoint import State
+from headstart.training.run.log import Log, require_trackers
+from headstart.training.run.processes import empty_model, fsdp_plugin, in_first_process, is_sharded, require_known, shard_layers
+from headstart.training.run.start import Chosen, advice, choose, fit_starts, read_starts, require_starts, set_vocabularies, with_precision
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
 
@@ -95,7 +88,7 @@ def prepare(recipe: Recipe) -> Run:
     """Load the backbone and data, build the drafters and resume if there is a saved state. Raises UserError."""
     require_trackers(recipe)
     tokenizer, images = checked_tokenizer(recipe)
-    recipe = _with_precision(recipe)
+    recipe = with_precision(recipe)
     accelerator = _accelerator(recipe)
     state = _find_state(recipe, accelerator)
     backbone = _load_backbone(require_starts(recipe) if state is None else recipe, accelerator)
@@ -108,7 +101,7 @@ def prepare(recipe: Recipe) -> Run:
         drafters = _build_drafters(recipe, backbone, fresh=True)  # whose start values are computed from what the source has
     counts = LabelCounts.of(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
     if state is None and counts is not None:
-        choose_vocabularies(drafters, counts)
+        set_vocabularies(drafters, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
     started += fit_starts([drafters[name] for name in drafters if state is None and name not in starts], splits.train, source, accelerator)
     source = with_cache(recipe, source)
@@ -121,7 +114,7 @@ def prepare(recipe: Recipe) -> Run:
             trainer.coverage = counts.coverage(trainer.drafter.vocabulary)
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process, state.progress.get("wandb") if state else None)
     eval_prompts = prompts(splits.eval, recipe.eval, context_of(backbone) or sys.maxsize)
-    origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
+    origin = checkpoint.provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
     run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
     if state is not None:
         _resume(run, state)
@@ -129,16 +122,6 @@ def prepare(recipe: Recipe) -> Run:
     for trainer in trainers if state is None else []:
         log.note(0, {"init": trainer.start, "draft_vocabulary": trainer.coverage, "chosen": trainer.chosen.values}, trainer.name)
     return run
-
-
-def _with_precision(recipe: Recipe) -> Recipe:
-    """Return the recipe with ``train.precision: auto`` resolved, before anything is loaded: an `Accelerator` has to be made with it."""
-    if recipe.train.precision != AUTO:
-        return recipe
-    device = None if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.accelerator.current_accelerator()
-    dtype = dtype_in_training(recipe.backbone, read_config(recipe.backbone), device or torch.device("cpu"))
-    train = recipe.train.model_copy(update={"precision": autocast_name(recipe.train.precision, dtype)})
-    return recipe.model_copy(update={"train": train})
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
@@ -161,15 +144,14 @@ def _accelerator(recipe: Recipe) -> Accelerator:
 
 
 def _find_state(recipe: Recipe, accelerator: Accelerator) -> State | None:
-    """Find the saved state to resume from; the main process chooses it for all."""
-    choice: list[Path | None] = [find_state(Path(recipe.save.dir)) if accelerator.is_main_process else None]
+    choice: list[Path | None] = [checkpoint.find_state(Path(recipe.save.dir)) if accelerator.is_main_process else None]
     folder = broadcast_object_list(choice)[0]
     if folder is None:
         return None
     if not recipe.save.resume:
         raise UserError(f"{folder} holds an earlier run; set save.resume=true to go on with it, or choose another save.dir")
-    state = read_state(folder)
-    require_same_recipe(state, to_dict(recipe))
+    state = checkpoint.read_state(folder)
+    checkpoint.require_same_recipe(state, to_dict(recipe))
     return state
 
 
@@ -219,15 +201,11 @@ def _load_data(
 def _trainer(
     name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None, length: tuple[float, int]
 ) -> DrafterTrainer:
-    """Build a trainer, with the saved state's weights and chosen values if any. Each has its own `Accelerator`, so its own gradient scaler.
-
-    ``length``: tokens of a step, and steps.
-    """
+    """Build a trainer with an `Accelerator` of its own, and a saved state's weights, if any. ``length``: tokens of a step, and steps."""
     chosen = choose(recipe, drafter, *length)
     if state is not None:
         chosen = Chosen(**state.progress["heads"][name]["chosen"])
-        unpack_drafter(drafter, without_prefix(state.tensors, f"{name}/" if name else ""))
-        unpack_adapter(drafter.backbone.trainable, state.tensors)
+        checkpoint.unpack_drafter(drafter, checkpoint.without_prefix(state.tensors, f"{name}/" if name else ""))
     require_savable(drafter)
     trainer = build_trainer(name, chosen.put_into(recipe), _accelerator(recipe), drafter, source)
     trainer.chosen = chosen
@@ -255,7 +233,6 @@ def _resume(run: Run, state: State) -> None:
 
 
 def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Sequence[str]) -> str:
-    """Summarize the run, for printing before the first step."""
     recipe, accelerator, backbone, train = run.recipe, run.accelerator, run.backbone, run.recipe.train
     tokens, rows = splits.stats.tokens, run.feed.rows
     full = tokens / (rows * recipe.data.max_length)

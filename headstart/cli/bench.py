@@ -29,7 +29,6 @@ BENCH_EXAMPLE = """examples:
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart bench``."""
     add_measured(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the tables as a self-contained page")
 
@@ -165,7 +164,6 @@ COMPARE_EXAMPLE = """examples:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart compare``."""
     about = "two reports of bench --json (before, after), or the folders of training runs"
     parser.add_argument("what", nargs="+", metavar="REPORT|RUN", help=about)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the tables as a self-contained page")
@@ -174,7 +172,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 def compare(args: argparse.Namespace) -> int:
     """Compare two reports of ``bench``, or any number of training runs. Raises UserError for what cannot be compared."""
     from headstart.inference.bench.compare import comparison_page, print_comparison, read_comparison
-    from headstart.training.log.runs import print_runs, read_runs
+    from headstart.training.run.runs import print_runs, read_runs
 
     folders = [as_path("report", path).is_dir() for path in args.what]
     if len(args.what) < 2 and not all(folders):

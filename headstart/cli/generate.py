@@ -24,7 +24,6 @@ GENERATE_EXAMPLE = """examples:
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart generate``."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue or question to answer (default: standard input)")
     parser.add_argument("--file", metavar="F", help="read the prompt from this file")
     parser.add_argument("--echo", action="store_true", help="print the prompt too")

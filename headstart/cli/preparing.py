@@ -22,7 +22,6 @@ NEW_RECIPE_EXAMPLE = """examples:
 
 
 def add_new_recipe(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart new-recipe``."""
     parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a GGUF file, a hub id, or 'embedded'")
     methods = "eagle3 (default), block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
     parser.add_argument("--method", default="eagle3", metavar="NAME", help=f"the heads: {methods}")
@@ -93,7 +92,6 @@ SCHEMA_EXAMPLE = """in a clone:
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart cache``."""
     add_recipe(parser, "training recipe")
     parser.add_argument("--estimate", action="store_true", help="print the size of the cache and write nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
@@ -109,7 +107,6 @@ def cache(args: argparse.Namespace) -> int:
 
 
 def add_serve_features(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart serve-features``."""
     add_recipe(parser, "training recipe, whose features.folder the server writes to")
     parser.add_argument("--run", action="store_true", help="start the server, from this environment, instead of printing the line alone")
     parser.add_argument("--port", type=count(1), default=8000, metavar="N", help="port that it listens on (8000)")
@@ -119,8 +116,10 @@ def add_serve_features(parser: argparse.ArgumentParser) -> None:
 
 def serve_features(args: argparse.Namespace) -> int:
     """Print the line that starts a vLLM server of a recipe's hidden states, or start it."""
+    import torch
+
     from headstart.cli.loading import quiet
-    from headstart.training.features.served import on_cpu, run_server, server_line
+    from headstart.training.features.server import run_server, server_line
     from headstart.training.plan.fake_model import make_fake_models
     from headstart.training.recipe.recipe import load_recipe
 
@@ -128,7 +127,7 @@ def serve_features(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     served = recipe.features.model_copy(update={"endpoint": recipe.features.endpoint or [f"http://localhost:{args.port}"]})
     models = make_fake_models(recipe.model_copy(update={"features": served}), accelerator=not args.cpu)
-    cpu = args.cpu or (args.gpus is None and on_cpu())
+    cpu = args.cpu or (args.gpus is None and not torch.accelerator.is_available())
     line = server_line(recipe, models.taps, models.backbone.num_layers, port=args.port, gpus=args.gpus, cpu=cpu)
     print(line, flush=True)
     if args.run:
@@ -137,7 +136,6 @@ def serve_features(args: argparse.Namespace) -> int:
 
 
 def add_regenerate(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart regenerate``."""
     add_recipe(parser, "recipe whose data.train is answered")
     add_no_compile(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
@@ -154,7 +152,6 @@ def regenerate(args: argparse.Namespace) -> int:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart plan``."""
     add_recipe(parser, "training recipe")
     parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
     parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
@@ -182,7 +179,6 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart inspect``."""
     parser.add_argument("what", metavar="RECIPE|CHECKPOINT", help="a recipe, or a folder of trained heads (or their hub id)")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace values of the recipe")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="sample of the recipe's data to show, counted from 0 (0)")
@@ -194,8 +190,8 @@ def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
     from headstart.support.terminal import stdout_console
-    from headstart.training.inspect.command import inspect
-    from headstart.training.inspect.recipe import sample_page
+    from headstart.training.inspect_heads import inspect
+    from headstart.training.inspect_recipe import sample_page
 
     quiet()
     console = stdout_console()
@@ -210,7 +206,6 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def add_schema(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart schema``."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the schema there")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="renew the tables of this Markdown page")
 
@@ -238,7 +233,6 @@ what is compiled is kept for later commands"""
 
 
 def add_compile_layers(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart compile``."""
     parser.add_argument("backbone", nargs="?", metavar="MODEL", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
     parser.add_argument("--heads", metavar="DIR", help=f"compile drafts of these too: a folder, a hub id, or {', '.join(HEADS)}")
     parser.add_argument("--batch-size", type=BATCH, default=1, metavar="N", help="sequences decoded together, at most (1)")

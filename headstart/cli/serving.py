@@ -25,7 +25,6 @@ IMPORT_HEADS_EXAMPLE = """examples:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``headstart export``."""
     parser.add_argument("--heads", required=True, metavar="DIR|HUB_ID", help="heads trained by Headstart")
     parser.add_argument(
         "--to", required=True, metavar="FORMAT",
@@ -58,7 +57,6 @@ def export(args: argparse.Namespace) -> int:
 
 
 def add_push(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``headstart push``."""
     parser.add_argument("heads", type=Path, metavar="DIR", help="trained heads, or a folder that headstart export wrote")
     parser.add_argument("repo", metavar="REPO", help="repository on the hub, USER/NAME; created if needed")
     parser.add_argument("--private", action="store_true", help="create a private repository")
@@ -80,7 +78,6 @@ def push(args: argparse.Namespace) -> int:
 
 
 def add_import_heads(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``headstart import``."""
     formats = "EAGLE-1 to 3, Medusa, Hydra, speculators, SpecForge, DFlash, DSpark, Domino, IBM accelerators, MTP, draft models"
     parser.add_argument("heads", metavar="DIR|HUB_ID", help=f"the heads: {formats}")
     parser.add_argument("--backbone", required=True, metavar="M", help="the backbone of their training: folder, hub id or 'embedded'")
@@ -123,7 +120,6 @@ VERIFY_EXAMPLE = """examples:
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``headstart verify``."""
     parser.add_argument("folder", metavar="DIR", help="heads to verify: an exported folder, a checkpoint of Headstart, or a hub id")
     parser.add_argument("--backbone", metavar="M", help="folder, hub id or 'embedded' (default: the one recorded)")
     parser.add_argument(

@@ -101,7 +101,6 @@ FILES = {"head.py": "head.py", "recipe.yaml": "recipe.yaml", "test_head.py": "te
 
 
 def add_new_head(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart new-head``."""
     parser.add_argument("name", metavar="NAME", help="name of the new folder, valid in Python, such as my_head")
 
 
@@ -127,7 +126,6 @@ def new_head(args: argparse.Namespace) -> int:
 
 
 def add_check_head(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart check-head``."""
     parser.add_argument("module", metavar="MODULE", help="the dotted name of the module with the head, or a kind that ships")
     parser.add_argument("arguments", nargs="*", metavar="KEY=VALUE", help="its arguments, as below `drafter` in a recipe")
 

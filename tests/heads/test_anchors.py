@@ -26,11 +26,11 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
+from headstart.training.data.batches import collate
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import collate
 from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.loss_rows import StepKey, sample_anchors
 from headstart.training.objective.objective import Sums, objective
 from headstart.training.recipe.recipe import Objective
 from headstart.training.run.step import TrainStep

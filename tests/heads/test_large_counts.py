@@ -20,7 +20,7 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.layers.start_values import probe
 from headstart.support.devices import spread
 from headstart.training.data.data import LabelCounts
-from headstart.training.inspect.recipe import percentiles
+from headstart.training.inspect_recipe import percentiles
 from headstart.training.loop import _sum_over_processes
 
 LARGE = 2**24 + 1

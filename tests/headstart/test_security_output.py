@@ -38,7 +38,7 @@ class TestSecrets:
         assert b"SERVER_KEY" in (trained / "out" / "headstart.json").read_bytes(), "the variable's name is no secret"
 
     def test_wandb_gets_the_name_of_the_variable(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from headstart.training.log import log
+        from headstart.training.run import log
 
         given: dict[str, Any] = {}
 

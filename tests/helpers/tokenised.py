@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.support.json_text import Row
 from headstart.training.data import tokenise
-from headstart.training.data.columns import find_column
-from headstart.training.data.sample import Sample, Stats
+from headstart.training.data.samples import Sample, Stats, find_column
 from headstart.training.recipe.recipe import Data
 
 

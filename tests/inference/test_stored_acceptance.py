@@ -16,7 +16,7 @@ from headstart.heads.card import METADATA
 from headstart.inference.acceptance import Acceptance
 from headstart.inference.engine.tree import Pool
 from headstart.support.errors import UserError
-from headstart.training.data.sample import whole
+from headstart.training.data.samples import whole
 from headstart.training.evaluation import evaluate
 from headstart.training.recipe.recipe import Eval
 

@@ -49,7 +49,7 @@ FAULTS = (
     Fault("packed documents see each other", "heads/layers/causal_attention.py",
           "(document_BT[:, :, None] == document_BT[:, None, :]) & (distance_TT >= 0)",
           "(distance_TT >= 0).expand(len(document_BT), -1, -1)", "training/data/test_packing.py"),
-    Fault("each epoch in the same order", "training/data/batch_sampler.py",
+    Fault("each epoch in the same order", "training/data/batches.py",
           'Random(f"{seed}/{epoch}")', 'Random(f"{seed}")', "training/data/test_data.py"),
     Fault("moments are lost on resuming", "training/run/checkpoint.py",
           "if names[parameter] in moments:", "if False:", "training/test_resume.py"),

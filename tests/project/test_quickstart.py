@@ -17,7 +17,7 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import measure_tau
 from headstart.support.errors import UserError
-from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.loss_rows import StepKey
 from headstart.training.recipe.recipe import Objective, Train
 from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.step import TrainStep

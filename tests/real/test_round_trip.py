@@ -50,7 +50,7 @@ print(json.dumps(wrote))
 TRAINED = """
 import json, headstart
 from headstart.heads.backbone.model_config import read_end_tokens
-from headstart.training.data.columns import find_column
+from headstart.training.data.samples import find_column
 from headstart.training.data.rows import read_rows
 from headstart.training.data.tokenise import make_samples, reader_of
 from headstart.training.recipe.recipe import Data

@@ -25,8 +25,7 @@ from headstart.serving.layouts.files import PROVENANCE, read_files
 from headstart.serving.reading import build, layout_of, require_fit
 from headstart.serving.verify.drafts import EngineSettings
 from headstart.support.errors import UserError
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import load_recipe
+from headstart.training.recipe.recipe import load_recipe, split_drafter
 
 TRIPS = [
     ("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "trtllm"), ("eagle3", "speculators"), ("eagle3-small", "vllm"),

@@ -13,7 +13,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from headstart.training.run.sharding import fsdp_plugin
+from headstart.training.run.processes import fsdp_plugin
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))

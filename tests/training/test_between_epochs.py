@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaModel
 
 from headstart.cli.train import main
-from headstart.training.features.between_epochs import FeaturesBetweenEpochs, keep_between_epochs
+from headstart.training.features.cached import FeaturesBetweenEpochs, keep_between_epochs
 from headstart.training.features.source import LiveFeatures
 from headstart.training.recipe.recipe import load_recipe
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
+from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import Batch, collate
 from headstart.training.features.codec import CacheFormat, concatenate, single_row, with_teacher
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss

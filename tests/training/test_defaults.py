@@ -19,8 +19,8 @@ from headstart.heads.methods import build_drafter
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import Train, load_recipe
-from headstart.training.run.defaults import ADAPTED, advice, choose, learning_rate
 from headstart.training.run.optimizer import MuonAdamW
+from headstart.training.run.start import ADAPTED, advice, choose, learning_rate
 from headstart.training.setup import prepare
 
 MUON = ["train.optimizer=muon", "train.lr=1e-3"]

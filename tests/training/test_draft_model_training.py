@@ -26,12 +26,12 @@ from headstart.heads.checkpoint import load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.support.errors import UserError
+from headstart.training.data.batches import collate
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import collate
-from headstart.training.features.on_policy import LiveWithCache
-from headstart.training.objective.anchors import StepKey, sample_anchors
+from headstart.training.features.source import LiveWithCache
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.rollout import rollout
+from headstart.training.objective.loss_rows import StepKey, sample_anchors
+from headstart.training.objective.objective import rollout
 from headstart.training.recipe.recipe import Objective
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}

@@ -18,8 +18,8 @@ from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.training import evaluation
-from headstart.training.log.log import Log
 from headstart.training.recipe.recipe import load_recipe
+from headstart.training.run.log import Log
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -181,7 +181,7 @@ def test_neither_trackers_nor_the_terminal_end_a_run(tmp_path: Path, monkeypatch
     recipe = make_recipe(tmp_path, train={"steps": 3})
     reader, writer = os.pipe()
     os.close(reader)
-    monkeypatch.setattr("headstart.training.log.log.start_trackers", lambda recipe, done, wandb_id: [Wrong()])
+    monkeypatch.setattr("headstart.training.run.log.start_trackers", lambda recipe, done, wandb_id: [Wrong()])
     with os.fdopen(writer, "w", buffering=1) as gone, monkeypatch.context() as patch:
         patch.setattr("sys.stderr", gone)
         assert main([str(recipe)]) == 0

@@ -22,7 +22,7 @@ from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.training.data.data import Sample
 from headstart.training.features import caching
-from headstart.training.features import writer as cache_writer
+from headstart.training.features import caching as cache_writer
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.manifest import plan_shards, read_manifest
 from headstart.training.loop import train as go_on

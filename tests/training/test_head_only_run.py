@@ -17,8 +17,8 @@ from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.training import loop, setup
-from headstart.training.features import backbone as opening
-from headstart.training.features.supplement import FILE
+from headstart.training.features import source as opening
+from headstart.training.features.cached import SUPPLEMENT
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan
 from headstart.training.recipe.recipe import load_recipe
@@ -100,9 +100,9 @@ def test_held_out_rows_are_evaluated_on_their_features(cached: tuple[Path, list[
     provenance = json.loads((tmp_path / "out" / "headstart.json").read_text())["provenance"]
     assert provenance["teacher_forced"]["teacher_forced_tau"] == line["teacher_forced_tau"] and provenance["tau"] is None
     shutil.copytree(folder / "cache", tmp_path / "old")
-    (tmp_path / "old" / FILE).unlink()
+    (tmp_path / "old" / SUPPLEMENT).unlink()
     assert train([*command, f"cache.dir={tmp_path}/old", f"save.dir={tmp_path}/unevaluated"]) == 2
-    assert f"lacks {FILE}; run headstart cache with this recipe to write it" in capsys.readouterr().err
+    assert f"lacks {SUPPLEMENT}; run headstart cache with this recipe to write it" in capsys.readouterr().err
 
 
 def test_the_plan_counts_no_layers(cached: tuple[Path, list[str]]) -> None:

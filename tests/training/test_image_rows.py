@@ -24,7 +24,7 @@ from headstart.inference.capture.capture import warn_once
 from headstart.inference.generate import load
 from headstart.support.errors import UserError
 from headstart.support.text import token_texts
-from headstart.training.data.packing import collate
+from headstart.training.data.batches import collate
 from headstart.training.evaluation import evaluate
 from headstart.training.features.source import LiveFeatures
 from headstart.training.recipe.recipe import load_recipe

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from headstart.chat.template import template_hash
 from headstart.cli.main import main
 from headstart.heads.methods import build_drafter
-from headstart.training.inspect.recipe import layer_name, norm_name
+from headstart.training.inspect_recipe import layer_name, norm_name
 from headstart.training.recipe.yaml_text import dump_yaml
 
 ANSWER = "It is four."

@@ -13,7 +13,7 @@ from small_run import make_recipe, read_log, run
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import Sample
 from headstart.training.loop import micro_batch_seed, train
 from headstart.training.recipe.recipe import Train, load_recipe

@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
+from headstart.training.data.batches import Batch
 from headstart.training.data.data import load_data
-from headstart.training.data.packing import Batch
 from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.anchors import StepKey
-from headstart.training.objective.loss_rows import lm_loss
+from headstart.training.objective.loss_rows import StepKey, lm_loss
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import load_recipe

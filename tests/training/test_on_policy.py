@@ -21,14 +21,12 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.pytree import map_tensors
+from headstart.training.data.batches import collate
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import collate
-from headstart.training.features.on_policy import FeaturesWithCache, LiveWithCache
-from headstart.training.objective.anchors import SampledAnchors, StepKey, sample_anchors
+from headstart.training.features.source import FeaturesWithCache, LiveWithCache
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import count_label_tokens
-from headstart.training.objective.objective import on_policy_loss
-from headstart.training.objective.rollout import rollout, target_hidden
+from headstart.training.objective.loss_rows import SampledAnchors, StepKey, count_label_tokens, sample_anchors
+from headstart.training.objective.objective import on_policy_loss, rollout, target_hidden
 from headstart.training.recipe.recipe import Objective
 
 LENGTHS, ROWS = (9, 4, 13, 6, 21, 5, 8), [[0, 1, 2], [3, 4], [5, 6]]

@@ -14,11 +14,11 @@ from small_run import make_recipe, read_log
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.support.errors import UserError
-from headstart.training.data.packing import collate
-from headstart.training.features.on_policy import LiveWithCache, require_on_policy
+from headstart.training.data.batches import collate
+from headstart.training.features.source import LiveWithCache, require_on_policy
 from headstart.training.loop import train
-from headstart.training.objective.anchors import StepKey
 from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.loss_rows import StepKey
 from headstart.training.objective.objective import on_policy_loss
 from headstart.training.recipe.recipe import Objective, load_recipe
 from headstart.training.setup import prepare

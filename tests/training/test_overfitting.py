@@ -20,10 +20,10 @@ from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
+from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import Batch, collate
 from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.loss_rows import StepKey
 from headstart.training.recipe.recipe import Objective, Train
 from headstart.training.run.optimizer import build_optimizer, learning_rate
 from headstart.training.run.step import TrainStep

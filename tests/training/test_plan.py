@@ -17,10 +17,9 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.support.errors import UserError
 from headstart.training.data.kept import Splits
 from headstart.training.features.source import LiveFeatures
-from headstart.training.plan.fake_model import make_fake_models
-from headstart.training.plan.gain import best_chain, tau
+from headstart.training.plan.duration import best_chain, tau
+from headstart.training.plan.fake_model import MemoryCounter, make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
-from headstart.training.plan.memory_counter import MemoryCounter
 from headstart.training.plan.plan import disk, find_machine, largest, read_data
 from headstart.training.plan.table import lines
 from headstart.training.recipe.recipe import load_recipe

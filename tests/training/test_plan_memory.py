@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.methods import methods
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.loss_rows import StepKey
 from headstart.training.plan.duration import step_operations
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch

@@ -21,9 +21,9 @@ from small_run import make_recipe, read_log
 
 from headstart.cli.main import main as command
 from headstart.cli.train import main
-from headstart.training.log.log import marked, start_trackers
-from headstart.training.log.runs import print_runs
 from headstart.training.recipe.recipe import load_recipe
+from headstart.training.run.log import marked, start_trackers
+from headstart.training.run.runs import print_runs
 
 GIVEN = ["train.schedule=constant", "eval.every=4", "log.tensorboard=true"]
 STEPS = 12

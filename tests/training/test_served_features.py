@@ -19,8 +19,8 @@ from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.training.features import server as client
+from headstart.training.features.cached import SUPPLEMENT
 from headstart.training.features.manifest import read_manifest
-from headstart.training.features.supplement import FILE
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
@@ -112,7 +112,7 @@ def test_a_cache_is_written_by_a_server(run: Any, served: StatesServer, tmp_path
     cache = [f"cache.dir={tmp_path}/cache", "cache.dtype=exact"]
     assert main(["cache", *command(folder, served), *cache]) == 0
     manifest = read_manifest(tmp_path / "cache")
-    assert manifest is not None and not manifest.missing() and (tmp_path / "cache" / FILE).exists()
+    assert manifest is not None and not manifest.missing() and (tmp_path / "cache" / SUPPLEMENT).exists()
     served.before = lambda number: "die"
     assert train([str(folder / "recipe.yaml"), *cache, f"save.dir={tmp_path}/out"]) == 0
     assert losses(tmp_path / "out") == pytest.approx(live, rel=1e-5)

@@ -22,12 +22,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.training.features import backbone as opened
+from headstart.training.features import source as opened
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import load_recipe
-from headstart.training.run.processes import keep_group
-from headstart.training.run.sharding import shard_layers, to_local
+from headstart.training.run.processes import keep_group, shard_layers, to_local
 
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema_decay": 0.9}

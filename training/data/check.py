@@ -21,8 +21,7 @@ from headstart.chat.template import TemplateRefusal
 from headstart.inference.engine.processing import common_prefix
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
-from headstart.training.data.columns import Column
-from headstart.training.data.sample import IDS, Sample, has_mask, read_tokens
+from headstart.training.data.samples import IDS, Column, Sample, has_mask, read_tokens
 
 ROWS = 100
 """Number of rows that are compared, evenly spaced."""
@@ -68,7 +67,6 @@ class Check:
     """What is amiss with the ends of answers (`Ending.warning`)."""
 
     def __add__(self, other: Check) -> Check:
-        """Both together."""
         stored = (self.stored or not self.answers) and (other.stored or not other.answers)
         first, warning = self.first or other.first, self.warning or other.warning
         return Check(self.answers + other.answers, self.same + other.same, stored, first, warning)
@@ -133,10 +131,7 @@ def _turn(where: str, samples: Samples, messages: list[Message], tools: Any, cha
 
 
 def _said(where: str, asked: list[int], answer: list[int], message: Message, chat: Chat) -> Difference | None:
-    """Compare what an answer's tokens say with its text; sampled tokens need not be those that the tokenizer makes of the text.
-
-    The text may begin with what the prompt's end has opened.
-    """
+    """Compare what an answer's tokens say with its text, which may begin with what the prompt's end has opened."""
     content, text = message.get("content"), chat.text([*asked[-OPENED:], *answer])
     wanted = content.strip() if isinstance(content, str) else ""
     if wanted in text or all(part.strip() in text for part in THINK.split(wanted)):

@@ -1,6 +1,5 @@
-"""Training data: convert rows to samples (tokens with a loss mask), and choose the prompts for evaluation.
-
-Draft vocabularies: the most frequent label tokens, and how much of the data a draft vocabulary covers.
+"""The data of a run: rows as samples (tokens with a loss mask), the prompts for evaluation, and draft vocabularies: the most frequent
+label tokens, and how much of the data they cover.
 
 Shape suffixes: T positions, V backbone vocabulary, DV draft vocabulary.
 """
@@ -18,18 +17,19 @@ from headstart.chat.images import ImageReader, make_chat
 from headstart.chat.messages import prompt_length
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.images import image_reader
-from headstart.support.errors import UserError
-from headstart.training.data.batch_sampler import Mix
+from headstart.support.errors import UserError, notice
+from headstart.training.data.batches import Mix
 from headstart.training.data.check import Check, compare
-from headstart.training.data.columns import CONVERSATIONS, Column, find_column, say_unread, sound_rows
 from headstart.training.data.kept import Splits, keep_splits, read_splits, tokens_file
 from headstart.training.data.rows import Row, names_file, read_rows
-from headstart.training.data.sample import Sample, Stats
+from headstart.training.data.samples import CONVERSATIONS, Column, Sample, Stats, find_column
 from headstart.training.data.tokenise import chat_settings, make_samples, reader_of
 from headstart.training.recipe.recipe import Data, Eval, Recipe
 
 FIRST = 100
 """Rows of a file that are looked at before anything slow is loaded."""
+LEAST, FEW = 0.01, 20
+"""Share of bad rows from which on they end the run, whatever ``data.on_bad_row`` is; a single one among at least so many rows does not."""
 
 
 def checked_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
@@ -63,10 +63,7 @@ def load_data(
     images: ImageReader | None = None,
     progress: bool = True,
 ) -> Splits:
-    """Read and tokenise a recipe's data for a backbone of ``context`` positions, whose decoding stops at ``ends``. Raises UserError.
-
-    What an earlier start has made of the same rows is taken from the user's cache folder.
-    """
+    """Read and tokenise a recipe's data, or take what an earlier start kept; ``context``: the backbone's positions. Raises UserError."""
     if data.max_length > context:
         raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
     file = tokens_file(data, tokenizer, ends)
@@ -105,8 +102,34 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
     whole = [sample for samples in train for sample in samples]
     if images is not None and not any(sample.images for sample in whole):
         raise UserError(f"no row of {data.name} has an image; set data.images=false")
-    mix = _mix(data, [len(samples) for samples in train])
+    weights = tuple(one.weight for one in data.train if one.weight is not None)
+    mix = Mix(tuple(one.path for one in data.train), tuple(map(len, train)), weights) if len(weights) > 1 else None
     return Splits(whole, held_out, sum(counts, Stats()), mix, check if check.answers else None)
+
+
+def sound_rows(rows: list[Row], data: Data, source: str, asked: bool = False) -> tuple[list[Row], Stats]:
+    """Return the rows that can be read, with counts. Raises UserError if 1 % or more are bad, or one under ``data.on_bad_row=error``."""
+    column, sound, stats = find_column(rows, data, source, asked), [], Stats()
+    for number, row in enumerate(rows, 1):
+        try:
+            stats.unread.update(column.require(row, f"{source}, row {number}"))
+        except UserError as error:
+            if data.on_bad_row == "error":
+                raise
+            stats.rows_bad, stats.bad_row = stats.rows_bad + 1, stats.bad_row or str(error)
+        else:
+            sound.append(row)
+    if stats.rows_bad >= LEAST * len(rows) and stats.rows_bad > (len(rows) >= FEW):
+        below = "below 1 % they are skipped" if len(rows) >= FEW else f"one of at least {FEW} is skipped"
+        many = f" ({stats.rows_bad:,} of {len(rows):,} rows are bad; {below})" if len(rows) > 1 else ""
+        raise UserError(f"{stats.bad_row}{many}")
+    return sound, stats
+
+
+def say_unread(stats: Stats) -> None:
+    """Name fields that nothing reads, if any: other trainers may obey one of them."""
+    if stats.unread:
+        notice(f"rows have fields that are not read: {', '.join(sorted(stats.unread))}")
 
 
 def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int], images: ImageReader | None) -> Check:
@@ -121,12 +144,6 @@ def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, 
     return compare(rows, data.name, column, make_chat(tokenizer, settings, images), exact)
 
 
-def _mix(data: Data, sizes: Sequence[int]) -> Mix | None:
-    """Return the mix of datasets with these numbers of samples; None if they have no weights."""
-    weights = tuple(dataset.weight for dataset in data.train if dataset.weight is not None)
-    return Mix(tuple(dataset.path for dataset in data.train), tuple(sizes), weights) if len(weights) > 1 else None
-
-
 def require_vocabulary(splits: Splits, vocab: int) -> None:
     """Raise UserError if a token is outside the backbone's vocabulary of size ``vocab``."""
     largest = max(int(sample.tokens.max()) for sample in [*splits.train, *splits.eval])
@@ -135,17 +152,12 @@ def require_vocabulary(splits: Splits, vocab: int) -> None:
 
 
 def hold_out(datasets: Sequence[list[Row]], count: int, source: str) -> tuple[list[list[Row]], list[list[Row]]]:
-    """Split the rows of each dataset into training and held-out rows.
-
-    The ``count`` held-out rows are evenly spaced over all rows, since files are often sorted, and independent of the seed.
-    """
+    """Split each dataset's rows into training and ``count`` held-out rows, evenly spaced over all, since files are often sorted."""
     total = sum(map(len, datasets))
     if count >= total:
         raise UserError(f"data.eval_rows={count} would hold out all {total} rows of {source}; lower it, or set data.eval")
     held = {i * total // count for i in range(count)}
-    kept: list[list[Row]] = []
-    out: list[list[Row]] = []
-    first = 0
+    kept, out, first = list[list[Row]](), list[list[Row]](), 0
     for rows in datasets:
         kept.append([row for i, row in enumerate(rows, first) if i not in held])
         out.append([row for i, row in enumerate(rows, first) if i in held])
@@ -156,10 +168,7 @@ def hold_out(datasets: Sequence[list[Row]], count: int, source: str) -> tuple[li
 
 
 def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Sample]:
-    """Return up to ``settings.prompts`` prompts, with their images, that leave room for the answer in the context.
-
-    A prompt is a conversation up to its last answer, or the beginning of a plain text (`prompt_length`).
-    """
+    """Return up to ``settings.prompts`` prompts with room for an answer: conversations up to the last one, or beginnings of plain texts."""
     longest = context - settings.max_new_tokens
     fitting = [prompt for sample in samples if 0 < len((prompt := _prompt(sample, settings.prompt_tokens)).tokens) <= longest]
     if samples and not fitting:

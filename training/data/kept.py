@@ -32,10 +32,10 @@ import headstart
 from headstart.chat.template import Template
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, cache_folder, value_hash
-from headstart.training.data.batch_sampler import Mix
+from headstart.training.data.batches import Mix
 from headstart.training.data.check import Check
 from headstart.training.data.rows import fingerprint
-from headstart.training.data.sample import Sample, Stats
+from headstart.training.data.samples import Sample, Stats
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Data, to_dict
 
@@ -62,17 +62,14 @@ class Splits:
     check: Check | None = None
     """Whether the tokens are those of decoding; None without conversations."""
     kept: bool = False
-    """Whether an earlier start has made them (training/data/kept.py)."""
+    """Whether an earlier start has made them."""
 
     def __str__(self) -> str:
         return f"{self.stats}{'; tokens of an earlier start' if self.kept else ''}"
 
 
 def tokens_file(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Path | None:
-    """Return the file for a recipe's tokens, there or not; None if they depend on the clock, on images, or on what cannot be known.
-
-    Raises UserError if a file or dataset of the recipe is not there.
-    """
+    """Return the file for a recipe's tokens; None if they depend on the clock, on images, or on what cannot be known. Raises UserError."""
     settings = chat_settings(data, ends)
     if data.images or (settings.time is None and settings.template_of(tokenizer) and Template(tokenizer, settings).prints_date):
         return None
@@ -117,7 +114,6 @@ def keep_splits(file: Path, splits: Splits) -> None:
 
 
 def _joined(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """One sample after another."""
     tokens = torch.cat([torch.empty(0, dtype=torch.int64), *(sample.tokens for sample in samples)])
     loss_mask = torch.cat([torch.empty(0, dtype=torch.bool), *(sample.loss_mask for sample in samples)])
     lengths = torch.tensor([len(sample.tokens) for sample in samples], dtype=torch.int64)
@@ -162,7 +158,6 @@ def _described(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 @cache
 def _code() -> str:
-    """Return a hash of the code that makes tokens."""
     digest, root = hashlib.sha256(headstart.__version__.encode()), Path(headstart.__file__).parent
     for folder in CODE:
         for file in sorted((root / folder).rglob("*.py")):

@@ -46,24 +46,18 @@ def read_rows(source: str, *, split: str = "train", subset: str | None = None, l
 
 
 def fingerprint(source: str, *, split: str = "train", subset: str | None = None) -> str | None:
-    """Return text that changes with the rows of a source; None if that cannot be known. Raises UserError as `read_rows` does.
-
-    Files, and those of a folder, count by their contents; from 4 GB on by path, size and time of change.
-    """
+    """Return text that changes with a source's rows: contents of files, from 4 GB on their times; None if unknown. Raises UserError."""
     path, local = as_path("data", source), names_file(source)
     if not local and not path.is_dir():
         known = getattr(_open_dataset(source, split, subset), "_fingerprint", None)
         return None if known is None else str(known)
     try:
         files = files_of(source) if local else sorted(file for file in path.rglob("*") if file.is_file())
-        return value_hash([[file.name, _contents(file)] for file in files])
+        states = [(file, file.stat()) for file in files]
+        large = {file: [str(file.resolve()), state.st_size, state.st_mtime_ns] for file, state in states if state.st_size >= WHOLE_BYTES}
+        return value_hash([[file.name, large[file] if file in large else file_hash(file)] for file in files])
     except OSError:  # reading says why
         return None
-
-
-def _contents(file: Path) -> Any:
-    stat = file.stat()
-    return file_hash(file) if stat.st_size < WHOLE_BYTES else [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
 def names_file(source: str) -> bool:
@@ -140,7 +134,6 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_saved(path: Path, split: str, limit: int | None) -> list[Row]:
-    """Read a folder of `Dataset.save_to_disk`; of one of several splits the one that ``data.split`` names."""
     import datasets  # here, since it takes seconds to import
 
     if (path / SPLITS).is_file():
@@ -171,10 +164,7 @@ def _first(table: Any, limit: int | None) -> list[Row]:
 
 
 def read_table(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield the rows below the line of column names; an empty cell is null, and a cell may have line breaks in quotes.
-
-    Raises UserError, naming file and line, for what is no such table or not UTF-8; OSError as `open_file` does.
-    """
+    """Yield the rows below the line of column names; an empty cell is null. Raises UserError with file and line; OSError as `open_file`."""
     csv.field_size_limit(MAX_LINE)
     with open_file(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         lines = csv.reader(text, delimiter=delimiter, strict=True)

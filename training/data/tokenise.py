@@ -29,8 +29,7 @@ from headstart.chat.messages import read_conversation
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
-from headstart.training.data.columns import Column
-from headstart.training.data.sample import IDS, Sample, Stats, read_tokens, whole
+from headstart.training.data.samples import IDS, Column, Sample, Stats, read_tokens, whole
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
 
@@ -41,6 +40,9 @@ PART, LEAST, MOST = 128, 1024, 16
 """Items of a part; items for which another process pays; processes that are started unless more are asked for."""
 _work: list[Callable[[range], Any]] = []
 """What this process does, if it is one of several."""
+MIN_TOKENS = 4
+"""Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
+Reader = Callable[[Row, str, Stats], list[Sample]]
 
 
 def in_parts(work: Callable[[range], T], items: int, processes: int | None = None) -> Iterator[T]:
@@ -97,16 +99,9 @@ def prints_date(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(settings.template_of(tokenizer)) and Template(tokenizer, settings).prints_date
 
 
-MIN_TOKENS = 4
-"""Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
-
-
 def chat_settings(data: Data, ends: Sequence[int] = ()) -> ChatSettings:
     """Return how a recipe's conversations become tokens. ``ends``: the tokens at which the backbone's decoding stops."""
     return ChatSettings(data.chat_template, data.template_kwargs, tuple(ends), data.template_time)
-
-
-Reader = Callable[[Row, str, Stats], list[Sample]]
 
 
 def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, progress: bool = False) -> tuple[list[Sample], Stats]:
@@ -129,7 +124,6 @@ def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, 
 
 
 def _make(rows: Sequence[Row], part: range, read: Reader, data: Data, source: str) -> tuple[list[Sample], Stats]:
-    """Make the samples of some of the rows, with counts."""
     samples, stats = [], Stats(rows=len(part))
     for number in part:
         where = f"{source}, row {number + 1}"

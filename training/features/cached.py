@@ -1,15 +1,28 @@
-"""Features from a cache written by ``headstart cache``, and the choice between cached and live features.
+"""Features stored on disk, and the choice between stored and live ones.
+
+A cache is written by ``headstart cache``. Beside its samples it holds, in ``supplement.safetensors``, what training without the backbone
+needs: features of a few tokens for the start values of fresh heads, and features of held-out rows to evaluate on.
+
+A run on a CPU, where the backbone's forward pass takes most of a step, computes features in its first epoch and reads them from disk in the
+next ones. They are computed of each sample alone and stored as they are beside the run's checkpoints, and deleted at its end. A run that is
+resumed after that computes the same again.
 
 Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -18,16 +31,79 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
+from headstart.support.files import value_hash
 from headstart.support.pytree import map_tensors
-from headstart.training.data.packing import Batch
-from headstart.training.data.sample import Sample
-from headstart.training.features.codec import CacheFormat, concatenate
-from headstart.training.features.manifest import MANIFEST, Manifest, ShardReader, contents_of, format_of, read_manifest
+from headstart.support.text import gigabytes
+from headstart.training.data.batches import Batch, BatchSampler, collate, samples_hash
+from headstart.training.data.samples import Sample
+from headstart.training.features.codec import CacheFormat, Record, concatenate, with_teacher
+from headstart.training.features.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    ShardReader,
+    contents_of,
+    free_bytes,
+    read_manifest,
+    save_tensors,
+)
 from headstart.training.features.served import ServedFeatures
 from headstart.training.features.source import FeatureSource, LiveFeatures, taps_of
-from headstart.training.features.supplement import FILE as SUPPLEMENT
-from headstart.training.features.supplement import nearest_taps, read_supplement
 from headstart.training.recipe.recipe import Recipe
+
+SUPPLEMENT = "supplement.safetensors"
+EVALUATED_TOKENS = 16_384
+"""Tokens of held-out rows that are kept at most."""
+FOLDER = Path("state", "features")
+"""Of features kept between epochs, in ``save.dir``."""
+SHARE_OF_DISK = 0.5
+"""Of the free space that features kept between epochs may take."""
+
+
+@dataclass(frozen=True)
+class Supplement:
+    """The contents of a cache's supplement."""
+
+    form: CacheFormat
+    tensors: Record
+    held_out: str
+    """Hash of the held-out rows."""
+    lacks_last: bool
+    """See `FeatureSource.lacks_last`."""
+
+    def probe(self) -> Features:
+        """Return the features of `probe_tokens`, with all taps that are here."""
+        parts = {name.removeprefix("probe."): tensor[None] for name, tensor in self.tensors.items() if name.startswith("probe.")}
+        taps = {int(name.removeprefix("tap.")): tensor for name, tensor in parts.items() if name.startswith("tap.")}
+        return Features(parts["tokens"], parts["hidden"], taps)
+
+    def read_held_out(self, samples: Sequence[Sample], device: torch.device) -> Iterator[Features]:
+        """Yield the features of each held-out row; none if others are here."""
+        chosen = evaluated(samples)
+        if samples_hash(chosen) != self.held_out:
+            return
+        for i in range(len(chosen)):
+            held = f"held.{i}."
+            record = {name.removeprefix(held): tensor for name, tensor in self.tensors.items() if name.startswith(held)}
+            yield self.form.decode(record, collate(chosen, [[i]]).to(device), self.form.taps)
+
+
+def read_supplement(manifest: Manifest, form: CacheFormat) -> Supplement | None:
+    """Read a cache's supplement; None if it has none."""
+    path = manifest.folder / SUPPLEMENT
+    if not path.exists():
+        return None
+    with safe_open(path, "pt") as file:
+        header = file.metadata() or {}
+    if header.get("cache") != manifest.id:
+        return None
+    return Supplement(form, load_file(path), header["held_out"], header["lacks_last"] == "True")
+
+
+def evaluated(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the held-out rows that are evaluated on stored features: the first ones, of `EVALUATED_TOKENS` at most, at least one."""
+    ends = accumulate(len(sample.tokens) for sample in samples)
+    return [sample for i, (sample, end) in enumerate(zip(samples, ends, strict=False)) if i == 0 or end <= EVALUATED_TOKENS]
 
 
 class CachedFeatures(FeatureSource):
@@ -35,55 +111,43 @@ class CachedFeatures(FeatureSource):
 
     def __init__(self, manifest: Manifest, form: CacheFormat, taps: tuple[int, ...], backbone: Backbone) -> None:
         self.reader, self.form, self.taps, self.backbone = ShardReader(manifest), form, taps, backbone
+        self.without_last = False
+        """Whether the features of a sample's last token are left out, which are none."""
         supplement = read_supplement(manifest, form)
         if supplement is None:
             raise UserError(f"{manifest.folder} lacks {SUPPLEMENT}; run headstart cache with this recipe to write it")
         self.supplement = supplement
 
     def read(self, batch: Batch) -> Features:
-        record = concatenate([self.reader.sample(index) for row in batch.members for index in row])
-        return self.form.decode(record, batch, self.taps)
+        features = self.form.decode(concatenate([self.reader.sample(i) for row in batch.members for i in row]), batch, self.taps)
+        if not self.without_last:
+            return features
+        last_BT = batch.document_BT != torch.nn.functional.pad(batch.document_BT[:, 1:], (0, 1), value=-1)
+        return replace(features, document_BT=batch.document_BT.masked_fill(last_BT, -1))
 
     def probe(self, tokens_1T: Tensor) -> Features:
         """Return the features of the tokens that were probed when the cache was written."""
         return map_tensors(lambda tensor: tensor.to(self.backbone.device), self.supplement.probe())
 
     def for_starts(self, taps: tuple[int, ...]) -> FeatureSource:
-        return _ForStarts(self) if self.supplement.lacks_last else self
+        source = copy(self)
+        source.without_last = self.supplement.lacks_last
+        return source
 
     def read_held_out(self, samples: Sequence[Sample]) -> Iterator[Features]:
         yield from self.supplement.read_held_out(samples, self.backbone.device)
 
 
-class _ForStarts(FeatureSource):
-    """A cache without the features that are none."""
-
-    def __init__(self, cached: CachedFeatures) -> None:
-        self.cached, self.backbone = cached, cached.backbone
-
-    def read(self, batch: Batch) -> Features:
-        features = self.cached.read(batch)
-        document_BT = batch.document_BT
-        last_BT = document_BT != torch.nn.functional.pad(document_BT[:, 1:], (0, 1), value=-1)
-        return replace(features, document_BT=document_BT.masked_fill(last_BT, -1))
-
-    def probe(self, tokens_1T: Tensor) -> Features:
-        return self.cached.probe(tokens_1T)
-
-
 def open_source(
     recipe: Recipe, drafters: Sequence[Drafter], tokenizer: PreTrainedTokenizerBase, samples: list[Sample]
 ) -> tuple[FeatureSource, str | None]:
-    """Return the feature source shared by a run's drafters, and a summary of the feature cache, if any.
-
-    Raises UserError if the cache is missing, incomplete, or has other contents.
-    """
+    """Return a run's feature source, and a summary of its cache, if any. Raises UserError if that is missing, incomplete or another."""
     backbone, cache, taps = drafters[0].backbone, recipe.cache, taps_of(drafters)
     if cache.dir is None:
         source = computed(recipe, backbone, taps)
         _read_by(backbone, source)
         return source, None if recipe.features.endpoint is None else f"from {', '.join(recipe.features.endpoint)}"
-    form, folder = format_of(cache, backbone, taps), Path(cache.dir)
+    form, folder = CacheFormat.of(backbone, taps, cache.dtype), Path(cache.dir)
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"no features in {folder}: found no {MANIFEST}; run headstart cache with this recipe, or set cache.dir=null")
@@ -106,3 +170,80 @@ def _read_by(backbone: Backbone, source: FeatureSource) -> None:
     """Have a backbone without layers return the source's features of a few tokens, for start values."""
     if isinstance(backbone, HeadOnlyBackbone):
         backbone.reader = lambda tokens_1T, taps: nearest_taps(source.probe(tokens_1T), taps)
+
+
+def nearest_taps(features: Features, taps: tuple[int, ...]) -> Features:
+    """Return the features with these taps alone; one that is not there has the values of the nearest that is."""
+    held = features.taps or {}
+    return replace(features, taps={tap: held[min(held, key=lambda one: abs(one - tap))] for tap in taps} or None)
+
+
+class FeaturesBetweenEpochs(LiveFeatures):
+    """Runs the backbone on samples that it has not read yet."""
+
+    def __init__(self, source: LiveFeatures, recipe: Recipe, restricted: bool, store: bool) -> None:
+        """``restricted``: a drafter has a draft vocabulary. Without ``store`` nothing is kept, and the values are the same."""
+        backbone = source.backbone
+        super().__init__(backbone, source.taps)
+        self.form, self.restricted, self.store = CacheFormat.of(backbone, source.taps), restricted, store
+        depends = [FORMAT, backbone.contract(), str(backbone.dtype), backbone.adapter_digest, self.form.taps, restricted]
+        self.folder = Path(recipe.save.dir) / FOLDER / value_hash(depends)[:16]
+
+    def read(self, batch: Batch) -> Features:
+        lengths = (batch.document_BT >= 0).sum(1).tolist()
+        return self.form.decode(concatenate([self._record(batch, row, length) for row, length in enumerate(lengths)]), batch, self.taps)
+
+    def _record(self, batch: Batch, row: int, length: int) -> Record:
+        tokens_1T, labels_1T, document_1T = (x[row : row + 1, :length] for x in (batch.tokens_BT, batch.loss_mask_BT, batch.document_BT))
+        images = batch.images[row : row + 1]
+        digest = hashlib.sha256(tokens_1T.numpy().tobytes() + labels_1T.numpy().tobytes())
+        digest.update("".join(image.digest for files in images for sample in files for image in sample).encode())
+        path = self.folder / f"{digest.hexdigest()[:32]}.safetensors"
+        try:
+            return load_file(path)
+        except (FileNotFoundError, SafetensorError):  # not read yet, or damaged
+            pass
+        alone = super().read(Batch(tokens_1T, labels_1T, document_1T, (batch.members[row],), images))
+        record = self.form.encode(with_teacher(alone, self.backbone) if self.restricted else alone)
+        if self.store:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_tensors(record, path, {})
+        return record
+
+
+def keep_between_epochs(
+    recipe: Recipe, source: FeatureSource, drafters: Iterable[Drafter], feed: BatchSampler, processes: int
+) -> tuple[FeatureSource, str | None]:
+    """Return the source that a run reads from, and a line about what it keeps, if anything.
+
+    Runs that have no later epoch yet read samples alone too, so that they can be made longer.
+    """
+    if not (isinstance(source, LiveFeatures) and source.backbone.device.type == "cpu" and processes == 1 and may_keep(recipe)):
+        return source, None
+    restricted, folder = any(drafter.vocabulary is not None for drafter in drafters), Path(recipe.save.dir) / FOLDER
+    size, free = bytes_kept(recipe, source.backbone, source.taps, feed), free_bytes(folder)
+    store = 0 < size < SHARE_OF_DISK * (free + sum(path.stat().st_size for path in folder.rglob("*.safetensors")))
+    line = f"of the first epoch are kept for the next ones: {gigabytes(size)} in {folder}, deleted at the end"
+    if size and not store:
+        line = f"computed in each epoch: to keep them takes {gigabytes(size)} in {folder}, which has {gigabytes(free)}"
+    return FeaturesBetweenEpochs(source, recipe, restricted, store), line if size else None
+
+
+def discard_kept(recipe: Recipe) -> None:
+    """Delete what a run has kept, at its end."""
+    shutil.rmtree(Path(recipe.save.dir) / FOLDER, ignore_errors=True)
+
+
+def may_keep(recipe: Recipe) -> bool:
+    """Whether a run on a CPU whose backbone is frozen reads single samples, whose features may be kept."""
+    on_policy = any(one.objective.on_policy for one in recipe.per_drafter().values())
+    live = recipe.cache.dir is None and recipe.features.endpoint is None
+    return recipe.cache.between_epochs and live and recipe.backbone.lora is None and not (on_policy or recipe.data.packing)
+
+
+def bytes_kept(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...], feed: BatchSampler) -> int:
+    """Return the bytes of features that such a run keeps; 0 if it has no later epoch."""
+    if feed.steps * recipe.train.batch_size <= feed.rows:
+        return 0
+    form = CacheFormat.of(backbone, taps)
+    return sum(form.size(len(sample.tokens)) for sample in feed.samples)

@@ -1,36 +1,64 @@
-"""``headstart cache``: write a recipe's feature cache; prints its size before and its rounding error after."""
+"""``headstart cache``: write a recipe's feature cache; prints its size before and its rounding error after.
+
+A sample is one forward pass of the backbone. Disk space is checked before anything is written. Complete shards are renamed into place, so
+the same command resumes after a kill. Several processes may write to one cache: each locks the shard it is writing.
+
+Shape suffixes: C, P positions, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from tqdm.auto import tqdm
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.model_config import end_tokens
-from headstart.heads.base import Drafter
+from headstart.heads.layers.start_values import probe_tokens
 from headstart.heads.methods import construct_drafter
 from headstart.support.errors import UserError
-from headstart.support.files import require_folder
+from headstart.support.files import discard_unfinished, locked, require_folder
 from headstart.support.text import gigabytes
+from headstart.training.data.batches import batches_by_length, collate, samples_hash
 from headstart.training.data.data import checked_tokenizer, load_data, require_vocabulary
 from headstart.training.data.kept import Splits
+from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import begun_at, now, prints_date
-from headstart.training.features.backbone import open_to_cache
-from headstart.training.features.cached import computed
-from headstart.training.features.codec import CacheFormat
-from headstart.training.features.kept import FOLDER, KeptFeatures
-from headstart.training.features.manifest import Manifest, cached_time, contents_of, format_of, plan_shards, read_manifest
-from headstart.training.features.source import FeatureSource, taps_of
-from headstart.training.features.writer import bytes_missing, free_bytes, measured_errors, write_missing
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.features.cached import SUPPLEMENT, computed, evaluated, read_supplement
+from headstart.training.features.codec import CHUNK, CacheFormat, Record, concatenate, single_row, with_teacher
+from headstart.training.features.manifest import (
+    Manifest,
+    cached_time,
+    contents_of,
+    free_bytes,
+    open_shard,
+    plan_shards,
+    read_manifest,
+    save_tensors,
+)
+from headstart.training.features.served import FOLDER, KeptFeatures
+from headstart.training.features.source import FeatureSource, open_to_cache, taps_of
+from headstart.training.recipe.recipe import Recipe, split_drafter
+
+MEASURED_POSITIONS = 512
+"""Label positions per shard at which the rounding error is measured."""
+SPARE_BYTES = 64 * 2**20
+"""Disk space to leave free."""
+LOCKS = ".locks"
 
 
 @dataclass(frozen=True)
@@ -85,8 +113,7 @@ def _plan(recipe: Recipe) -> PlannedCache:
     folder = require_folder("cache.dir", cache.dir)
     tokenizer, images = checked_tokenizer(recipe)
     backbone = open_to_cache(recipe, _device())
-    drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
-    form = format_of(cache, backbone, taps_of(drafters))
+    form = CacheFormat.of(backbone, _taps(recipe, backbone), cache.dtype)
     if prints_date(recipe, tokenizer):
         recipe = begun_at(recipe, [cached_time(folder)], now())
     ends = end_tokens(backbone.model.generation_config)
@@ -103,15 +130,14 @@ def _plan(recipe: Recipe) -> PlannedCache:
 def open_kept(recipe: Recipe) -> KeptFeatures:
     """Return what keeps the hidden states of answers for a recipe's cache. Raises UserError."""
     backbone = open_to_cache(recipe, _device())
-    taps = taps_of([_build(one, backbone) for one in recipe.per_drafter().values()])
     assert recipe.cache.dir is not None and isinstance(backbone, HeadOnlyBackbone)
     require_folder("cache.dir", recipe.cache.dir)
-    return KeptFeatures(recipe, backbone, taps)
+    return KeptFeatures(recipe, backbone, _taps(recipe, backbone))
 
 
-def _build(recipe: Recipe, backbone: Backbone) -> Drafter:
-    options, arguments = split_drafter(recipe.drafter)
-    return construct_drafter(options.kind, backbone, arguments)
+def _taps(recipe: Recipe, backbone: Backbone) -> tuple[int, ...]:
+    sections = [split_drafter(one.drafter) for one in recipe.per_drafter().values()]
+    return taps_of([construct_drafter(options.kind, backbone, arguments) for options, arguments in sections])
 
 
 def _print_sizes(planned: PlannedCache) -> dict[str, Any]:
@@ -137,3 +163,104 @@ def _device() -> torch.device | None:
     """Return this process's accelerator if a launcher started several processes."""
     rank = os.environ.get("LOCAL_RANK")
     return torch.device("cuda", int(rank)) if rank is not None and torch.cuda.is_available() else None
+
+
+def bytes_missing(manifest: Manifest, form: CacheFormat, samples: Sequence[Sample]) -> int:
+    """Return the size of the shards not written yet."""
+    return sum(form.size(len(sample.tokens)) for number in manifest.missing() for sample in samples[slice(*manifest.shards[number])])
+
+
+def require_disk_space(folder: Path, needed: int) -> None:
+    """Raise UserError if less than ``needed`` bytes (plus `SPARE_BYTES`) are free."""
+    free = free_bytes(folder)
+    if free < needed + SPARE_BYTES:
+        raise UserError(
+            f"{folder} needs {gigabytes(needed)} and the disk has {gigabytes(free)} free; make room, choose another cache.dir, or keep "
+            "less: cache.dtype=int8 or a lower data.limit"
+        )
+
+
+def write_missing(manifest: Manifest, form: CacheFormat, splits: Splits, source: FeatureSource) -> int:
+    """Write missing shards that no other process is writing, and the supplement; returns the number of shards."""
+    samples = splits.train
+    require_disk_space(manifest.folder, bytes_missing(manifest, form, samples))
+    manifest.write()
+    write_supplement(manifest, form, source, splits)
+    missing, written = manifest.missing(), 0
+    total = sum(len(sample.tokens) for number in missing for sample in samples[slice(*manifest.shards[number])])
+    with tqdm(total=total, desc="caching", unit="token", unit_scale=True) as bar:
+        for number in missing:
+            with locked(manifest.folder / LOCKS / str(number), "cache.dir") as mine:
+                if mine and not manifest.shard(number).exists():
+                    discard_unfinished(manifest.shard(number))
+                    _write_shard(manifest, form, samples, source, number, bar)
+                    written += 1
+    if not manifest.missing():
+        shutil.rmtree(manifest.folder / LOCKS, ignore_errors=True)
+    return written
+
+
+def write_supplement(manifest: Manifest, form: CacheFormat, source: FeatureSource, splits: Splits) -> None:
+    """Write a cache's supplement, unless it is there."""
+    path = manifest.folder / SUPPLEMENT
+    with locked(manifest.folder / ".locks" / "supplement", "cache.dir", wait=True):
+        if read_supplement(manifest, form) is not None:
+            return
+        held_out = evaluated(splits.eval)
+        probed = source.probe(probe_tokens(source.backbone))
+        tensors: Record = {"probe.tokens": probed.tokens_BT[0], "probe.hidden": probed.hidden_BTD[0]}
+        tensors |= {f"probe.tap.{tap}": tensor[0] for tap, tensor in (probed.taps or {}).items()}
+        for i in range(len(held_out)):
+            features = with_teacher(source.read(collate(held_out, [[i]]).to(source.backbone.device)), source.backbone)
+            tensors |= {f"held.{i}.{name}": tensor for name, tensor in form.encode(features).items()}
+            tensors[f"held.{i}.ids"] = features.tokens_BT[0]
+        header = {"cache": manifest.id, "held_out": samples_hash(held_out), "lacks_last": str(source.lacks_last)}
+        save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, header)
+
+
+def _write_shard(manifest: Manifest, form: CacheFormat, samples: list[Sample], source: FeatureSource, number: int, bar: tqdm) -> None:
+    backbone = source.backbone
+    records: dict[int, Record] = {}
+    errors: list[dict[str, Tensor]] = []
+    for indices in batches_by_length(samples, range(*manifest.shards[number])):
+        batch = collate(samples, [[i] for i in indices]).to(backbone.device)
+        features = with_teacher(source.read(batch), backbone)
+        for row, i in enumerate(indices):
+            alone = single_row(features, row, len(samples[i].tokens))
+            records[i] = form.encode(alone)
+            if sum(len(each["teacher_kl"]) for each in errors) < MEASURED_POSITIONS:
+                single = collate(samples, [[i]]).to(backbone.device)
+                errors.append(rounding_errors(alone, form.decode(records[i], single, form.taps), backbone))
+        bar.update(sum(len(samples[i].tokens) for i in indices))
+    measured = {name: torch.cat([each[name] for each in errors]) for name in errors[0]}
+    means = {name: values.mean().item() for name, values in measured.items() if len(values)}
+    header = {"cache": manifest.id, "error": json.dumps(means)}
+    save_tensors(concatenate([records[i] for i in sorted(records)]), manifest.shard(number), header)
+
+
+@torch.no_grad()
+def rounding_errors(live: Features, cached: Features, backbone: Backbone) -> dict[str, Tensor]:
+    """Return the errors of cached features per position.
+
+    For states, the distance to the live state relative to its norm; for the teacher's distribution at label positions, KL(live | cached)
+    in nats and the total variation.
+    """
+    pairs = {f"tap.{tap}": (tensor, (cached.taps or {})[tap]) for tap, tensor in (live.taps or {}).items()}
+    pairs["hidden"] = (live.hidden_BTD, cached.hidden_BTD)
+    errors = {name: ((a - b).float().norm(dim=-1) / a.float().norm(dim=-1).clamp(min=1e-20)).flatten() for name, (a, b) in pairs.items()}
+    assert live.loss_mask_BT is not None
+    kls, tvs = [], []
+    label_P = live.loss_mask_BT[0, 1:].nonzero().flatten()  # whose next token is a label: the teacher is needed there
+    for position_C in label_P[:MEASURED_POSITIONS].split(CHUNK):
+        p_CV = backbone.readout(live.hidden_BTD[0, position_C]).float().softmax(-1)
+        cached_CV = backbone.readout(cached.hidden_BTD[0, position_C]).float().log_softmax(-1)
+        kls.append((torch.special.xlogy(p_CV, p_CV) - p_CV * cached_CV).sum(-1))
+        tvs.append((p_CV - cached_CV.exp()).abs().sum(-1) / 2)
+    return errors | {"teacher_kl": torch.cat(kls), "teacher_tv": torch.cat(tvs)}
+
+
+def measured_errors(manifest: Manifest) -> dict[str, float]:
+    """Return the mean over shards of the errors measured during writing."""
+    shards = [json.loads(open_shard(manifest, number).metadata()["error"]) for number in range(len(manifest.shards))]
+    names = dict.fromkeys(name for errors in shards for name in errors)
+    return {name: statistics.fmean(errors[name] for errors in shards if name in errors) for name in names}

@@ -24,7 +24,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.support.pytree import map_tensors
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 
 Record = dict[str, Tensor]
 """Stored tensors of one sample, or of several concatenated, by name."""
@@ -40,6 +40,11 @@ class CacheFormat:
     dim: int
     backbone_dtype: torch.dtype
     dtype: Literal["int8", "bf16", "exact"] = "int8"
+
+    @classmethod
+    def of(cls, backbone: Backbone, taps: tuple[int, ...], dtype: Literal["int8", "bf16", "exact"] = "exact") -> CacheFormat:
+        """Return the format for the final hidden state and these taps of a backbone."""
+        return cls(tuple(sorted(taps)), backbone.dim, backbone.dtype, dtype)
 
     @property
     def states(self) -> dict[str, int | None]:

@@ -10,6 +10,7 @@ Features are those of each sample alone, so packing, batches, their order and th
 from __future__ import annotations
 
 import bisect
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -28,11 +29,11 @@ from headstart.support.errors import UserError
 from headstart.support.files import atomic, value_hash, write_json
 from headstart.support.hub import inside
 from headstart.support.json_text import read_json
-from headstart.training.data.batch_sampler import samples_hash
-from headstart.training.data.sample import Sample
+from headstart.training.data.batches import samples_hash
+from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.codec import CacheFormat, Record
-from headstart.training.recipe.recipe import Cache, Data, to_dict
+from headstart.training.recipe.recipe import Data, to_dict
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -182,20 +183,14 @@ class ShardReader:
         number = bisect.bisect_right(self.ends, index)
         file, starts = self._open(number)
         i = index - self.manifest.shards[number][0]
-        return {
-            name: file.get_slice(name)[slice(*_range(name, i, starts))]
-            for name in file.keys()  # noqa: SIM118  (not a mapping)
-        }
+        one, positions = slice(i, i + 1), slice(starts[i], starts[i + 1])
+        per_sample = [name for name in file.keys() if name == "tokens" or name.endswith(".channel")]  # noqa: SIM118  (not a mapping)
+        return {name: file.get_slice(name)[one if name in per_sample else positions] for name in file.keys()}  # noqa: SIM118
 
     def _opened(self, number: int) -> tuple[Any, list[int]]:
         """Return an open file, and the start of each sample's positions."""
         file = open_shard(self.manifest, number)
         return file, [0, *file.get_tensor("tokens").cumsum(0).tolist()]
-
-
-def _range(name: str, i: int, starts: list[int]) -> tuple[int, int]:
-    """Return the range of a tensor's entries that belong to sample ``i``: one per sample, or one per position."""
-    return (i, i + 1) if name == "tokens" or name.endswith(".channel") else (starts[i], starts[i + 1])
 
 
 def open_shard(manifest: Manifest, number: int) -> Any:
@@ -223,6 +218,6 @@ def save_tensors(tensors: Record, path: Path, header: dict[str, str]) -> None:
         raise UserError(f"cannot write {path}: {error}") from None
 
 
-def format_of(cache: Cache, backbone: Backbone, taps: tuple[int, ...]) -> CacheFormat:
-    """Return the cache format of a recipe, for drafters that use ``taps``."""
-    return CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.dtype, cache.dtype)
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk of a folder, which need not exist yet."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free

@@ -1,41 +1,43 @@
 """Features from servers of the backbone: asked for ahead, while earlier steps compute, normed here, checked, and kept nowhere.
 
+Hidden states of answers, as a server generates them, are kept on disk until a feature cache is written from them. A server has states for
+all tokens but the last one generated, which was never an input. No loss reads those of a sample's last token; they repeat the states
+before it.
+
 Shape suffixes: B batch, T positions, L layers, D width.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import sys
+import hashlib
+import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
-from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
-from headstart.support.files import require_folder
-from headstart.training.data.packing import Batch
-from headstart.training.features.arrival import asked, check, require_whole
+from headstart.training.data.batches import Batch
+from headstart.training.features.arrival import asked, check, require_samples, require_whole
 from headstart.training.features.codec import CacheFormat, Record, concatenate
-from headstart.training.features.server import Answer, Servers
+from headstart.training.features.manifest import save_tensors
+from headstart.training.features.server import Answer, Servers, extracted, served_name
 from headstart.training.features.source import FeatureSource
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.recipe.served import Features as Settings
+from headstart.training.recipe.training import Features as Settings
 
 CHECKED_FIRST = 8
 """Samples, the first ones, that are all checked."""
+FOLDER = "answers"
+"""Folder in ``cache.dir`` of the states that are kept."""
 
 
 class FeaturesLost(UserError):
@@ -51,7 +53,7 @@ class ServedFeatures(FeatureSource):
         self.norm = backbone.norm
         self.layers = extracted(taps, backbone.num_layers)
         self.servers = Servers(settings, self.layers, served_name(backbone.name, self.layers))
-        self.form = CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.dtype, "exact")
+        self.form = CacheFormat.of(backbone, taps)
         self.pool = ThreadPoolExecutor(settings.concurrency, "features")
         self.waiting: dict[bytes, Future[tuple[Answer, bool]]] = {}
         """Hidden states asked for and not used yet, by the bytes of their tokens."""
@@ -60,20 +62,15 @@ class ServedFeatures(FeatureSource):
         """Held by a check, since logits are large."""
 
     def read(self, batch: Batch) -> Features:
+        self.prefetch([batch])
         rows = documents_of(batch)
-        documents = [tokens_T for row in rows for tokens_T in row]
-        for tokens_T in documents:
-            self._begin(tokens_T)
-        records = [self._record(tokens_T) for tokens_T in documents]
+        records = [self._record(tokens_T) for row in rows for tokens_T in row]
         members = tuple(tuple(range(len(row))) for row in rows)
         if not records:  # padding alone
-            return self._empty(batch)
+            zeros_BTD = torch.zeros(*batch.tokens_BT.shape, self.backbone.dim, dtype=self.backbone.dtype, device=batch.tokens_BT.device)
+            return Features(batch.tokens_BT, zeros_BTD, dict.fromkeys(self.taps, zeros_BTD) or None, batch.loss_mask_BT, batch.document_BT)
         needed = [{name: record[name] for name in (*self.form.states, "tokens")} for record in records]
         return self.form.decode(concatenate(needed), Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, members), self.taps)
-
-    def _empty(self, batch: Batch) -> Features:
-        zeros_BTD = torch.zeros(*batch.tokens_BT.shape, self.backbone.dim, dtype=self.backbone.dtype, device=batch.tokens_BT.device)
-        return Features(batch.tokens_BT, zeros_BTD, dict.fromkeys(self.taps, zeros_BTD) or None, batch.loss_mask_BT, batch.document_BT)
 
     def prefetch(self, batches: Iterable[Batch]) -> None:
         for batch in batches:
@@ -82,7 +79,7 @@ class ServedFeatures(FeatureSource):
                     self._begin(tokens_T)
 
     def _begin(self, tokens_T: Tensor) -> None:
-        key = _key(tokens_T)
+        key = tokens_T.numpy().tobytes()
         if key not in self.waiting:
             self.waiting[key] = self.pool.submit(self._ask, tokens_T.tolist())
 
@@ -98,7 +95,7 @@ class ServedFeatures(FeatureSource):
     def _record(self, tokens_T: Tensor) -> Record:
         self._begin(tokens_T)  # two equal documents of a batch
         try:
-            answer, checked = self.waiting.pop(_key(tokens_T)).result()
+            answer, checked = self.waiting.pop(tokens_T.numpy().tobytes()).result()
             if checked:
                 self.check(answer)
         except UserError as error:
@@ -140,76 +137,75 @@ def documents_of(batch: Batch) -> list[list[Tensor]]:
     return rows
 
 
-def extracted(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """Return the layers that a server extracts for these taps: the last one too, from which the final hidden state is made."""
-    return tuple(sorted({*taps, layers}))
+class KeptFeatures(ServedFeatures):
+    """Keeps the states of answers, and reads samples from them; what is not kept is asked of the servers again."""
+
+    lacks_last = True
+
+    def __init__(self, recipe: Recipe, backbone: HeadOnlyBackbone, taps: tuple[int, ...]) -> None:
+        super().__init__(recipe.features, backbone, taps)
+        assert recipe.cache.dir is not None
+        self.folder, self.longest = Path(recipe.cache.dir) / FOLDER, recipe.data.max_length
+        self.stored = CacheFormat.of(backbone, taps, recipe.cache.dtype)
+        self.sampled = max(recipe.regenerate.temperatures) <= 1
+        self.kept, self.rare = 0, list[Tensor]()
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameters of a request whose answer's states are kept."""
+        return {"kv_transfer_params": {"include_output_tokens": True}, "logprobs": True, "request_id": self.servers.new_id()}
+
+    def keep(self, body: dict[str, Any], prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Keep the states that the answer ``body`` names. Raises UserError if there are none, or wrong ones."""
+        choice, url = body["choices"][0], self.servers.urls[0]
+        if not answer:
+            raise UserError(f"{url} returns no token ids, without which hidden states cannot be told apart; give vLLM 0.32 or newer")
+        tokens = [*prompt, *answer[:-1]]
+        taken = replace(self.servers.taken(body, url), generated=list(answer), choice=choice)
+        require_whole(taken, tokens, self.layers, self.backbone.embed.weight)
+        with self.lock:
+            self.kept += 1
+            checked = self.kept <= CHECKED_FIRST or self.kept % self.settings.check_every == 0
+        record = self.record(taken.hidden_TLD)
+        if checked:
+            self.rare.append(self.check(taken))
+            if self.sampled:
+                require_samples(taken, self.rare)
+        tokens_1T = torch.tensor([tokens])
+        taps = {layer: record[f"tap.{layer}"][None] for layer in self.stored.taps}
+        features = Features(tokens_1T, record["hidden"][None], taps, torch.zeros_like(tokens_1T, dtype=torch.bool))
+        encoded = self.stored.encode(features)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in {_name(tokens), _name(tokens[: self.longest])}:  # as a whole sample, and as one that is cut off
+            save_tensors(encoded, self.folder / name, {})
+
+    def _find(self, tokens_T: Tensor) -> Path | None:
+        tokens = tokens_T.tolist()
+        names = [_name(tokens[:-1]), *([_name(tokens)] if len(tokens) == self.longest else [])]
+        return next((path for name in reversed(names) if (path := self.folder / name).exists()), None)
+
+    def _begin(self, tokens_T: Tensor) -> None:
+        if self._find(tokens_T) is None:
+            super()._begin(tokens_T)
+
+    def _record(self, tokens_T: Tensor) -> Record:
+        path, length = self._find(tokens_T), len(tokens_T)
+        if path is None:
+            return super()._record(tokens_T)
+        encoded = load_file(path)
+        sample_P = torch.zeros(int(encoded["tokens"]), dtype=torch.int64)
+        states = {name: self.stored.dequantize(encoded, name, sample_P) for name in self.stored.states}
+        place_T = torch.arange(length).clamp(
+            max=int(encoded["tokens"]) - 1
+        )  # cut, or the last row again, which the server has not computed
+        cut = {name: states_TD[place_T].to(self.backbone.device) for name, states_TD in states.items()}
+        return cut | {"tokens": torch.tensor([length])}
+
+    def discard(self) -> None:
+        """Delete what was kept: the cache has it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def served_name(path: str, layers: tuple[int, ...]) -> str:
-    """Return a model's name on a server that extracts these layers: files do not name theirs, so a server of others is told by it."""
-    return f"{Path(path).name or path}-layers-{'-'.join(map(str, layers))}"
-
-
-def _key(tokens_T: Tensor) -> bytes:
-    return tokens_T.numpy().tobytes()
-
-
-# ``headstart serve-features``: the line that starts a vLLM server of a recipe's hidden states on this machine.
-
-CONNECTOR, ON_CPU = "ExampleHiddenStatesConnector", "HiddenStatesOnCPU"
-"""vLLM's own connector, and the one for its CPU build."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-@dataclass(frozen=True)
-class Line:
-    """A command with the environment variables that it needs."""
-
-    command: list[str]
-    environment: Mapping[str, str]
-
-    def __str__(self) -> str:
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*variables, *(shlex.quote(word) for word in self.command)])
-
-
-def server_line(recipe: Recipe, taps: tuple[int, ...], layers: int, *, port: int, gpus: int | None, cpu: bool) -> Line:
-    """Return the line for a backbone of so many layers and these taps. Raises UserError for a backbone that vLLM cannot take so."""
-    section, served = recipe.backbone, recipe.features
-    if find_gguf(section.path) is not None:
-        raise UserError(f"backbone {section.path} is a GGUF file; hidden states are served of a folder or hub id with safetensors")
-    chosen = extracted(taps, layers)
-    speculative = {
-        "method": "extract_hidden_states", "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(chosen)}},
-    }  # fmt: skip
-    transfer: dict[str, Any] = {"kv_connector": ON_CPU if cpu else CONNECTOR, "kv_role": "kv_producer"}
-    transfer |= {"kv_connector_module_path": "hidden_states_on_cpu"} if cpu else {}
-    transfer["kv_connector_extra_config"] = {"shared_storage_path": str(Path(served.folder).absolute())}
-    length = recipe.data.max_length + 1  # a request asks for one token more
-    if recipe.cache.dir is not None and recipe.regenerate.out is not None:
-        length = recipe.data.max_length + recipe.regenerate.max_new_tokens
-    command = [
-        *(["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if cpu else ["vllm", "serve"]), resolve(section.path),
-        "--served-model-name", served.model or served_name(section.path, chosen), "--port", str(port),
-        "--max-model-len", str(length), "--max-num-batched-tokens", str(max(length, 8192)), "--no-enable-prefix-caching",
-        "--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer),
-        *(["--dtype", DTYPES[section.dtype]] if section.dtype in DTYPES else []),
-        *(["--tensor-parallel-size", str(gpus)] if gpus and gpus > 1 else []),
-        *(["--trust-remote-code"] if section.trust_remote_code else []), *(["--enforce-eager"] if cpu else []),
-    ]  # fmt: skip
-    return Line(command, {"PYTHONPATH": str(Path(__file__).parent / "connector"), "VLLM_CPU_KVCACHE_SPACE": "4"} if cpu else {})
-
-
-def run_server(line: Line, folder: str) -> None:
-    """Become the server. Raises UserError if vLLM is not installed here, or its folder cannot be written."""
-    require_folder("features.folder", folder).mkdir(parents=True, exist_ok=True)
-    if find_spec("vllm") is None:
-        raise UserError("--run starts vLLM from this environment, which has none: pip install vllm, or run the printed line in another one")
-    command = line.command if line.command[0] != "python" else [sys.executable, *line.command[1:]]
-    os.execvpe(command[0], command, {**os.environ, **line.environment})
-
-
-def on_cpu() -> bool:
-    """Return True if this machine has no accelerator."""
-    return not torch.accelerator.is_available()
+def _name(tokens: Sequence[int]) -> str:
+    digest = hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in tokens)).hexdigest()[:32]
+    return f"{len(tokens)}-{digest}.safetensors"

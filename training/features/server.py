@@ -1,4 +1,5 @@
-"""Hidden states of given tokens from vLLM servers that extract them (``extract_hidden_states`` of vLLM 0.32), through a folder.
+"""Hidden states of given tokens from vLLM servers that extract them (``extract_hidden_states`` of vLLM 0.32), through a folder; and the
+line that starts such a server of a recipe on this machine (``headstart serve-features``).
 
 A request for one generated token has the server write a safetensors file with ``hidden_states`` ``[T, layers, D]``, the layers in
 ascending order and without their numbers, and ``token_ids`` ``[T]``. Layer l is the residual stream after l layers, the last one before the
@@ -11,11 +12,15 @@ Shape suffixes: T positions, L layers, D width.
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,10 +30,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
+from headstart.support.files import require_folder
 from headstart.support.hub import inside
 from headstart.support.post import Client, Passing, Refusal
-from headstart.training.recipe.served import Features
+from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.training import Features
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds that a failing server rests, doubled for each further failure up to the maximum."""
@@ -40,6 +49,9 @@ STALE = 3600.0
 """Age in seconds from which files that runs have left behind are deleted."""
 PREFIX = "headstart-"
 START = "start the server as headstart serve-features RECIPE prints it"
+CONNECTOR, ON_CPU = "ExampleHiddenStatesConnector", "HiddenStatesOnCPU"
+"""vLLM's own connector, and the one for its CPU build."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -71,14 +83,14 @@ class Servers:
         """Address -> until when it rests, and how often it has failed in a row."""
         self._sweep()
 
-    def ask(self, tokens: Sequence[int], *, new_tokens: int = 0, **options: Any) -> Answer:
-        """Return the hidden states of the tokens and, with ``new_tokens``, of those that the server generates after them, but for the last.
+    def ask(self, tokens: Sequence[int], **options: Any) -> Answer:
+        """Return the hidden states of the tokens. ``options``: further parameters of the request.
 
-        ``options``: further parameters of the request. Raises UserError if the servers refuse it, or all fail for ``features.patience``.
+        Raises UserError if the servers refuse it, or all fail for ``features.patience``.
         """
         body = {
-            "model": self.model, "prompt": list(tokens), "max_tokens": max(1, new_tokens), "temperature": 0, "return_token_ids": True,
-            "kv_transfer_params": {"include_output_tokens": new_tokens > 0}, **options,
+            "model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "return_token_ids": True,
+            "kv_transfer_params": {"include_output_tokens": False}, **options,
         }  # fmt: skip
         end, problem = time.monotonic() + self.settings.patience, ""
         while not self.stopped.is_set():
@@ -127,10 +139,7 @@ class Servers:
         return f"{self.run}-{next(self.numbers)}"
 
     def taken(self, answer: dict[str, Any], url: str) -> Answer:
-        """Return what the server at ``url`` has answered, with the hidden states from its file, which is deleted.
-
-        Raises Passing if there is none this time, UserError if there will be none.
-        """
+        """Return the server's answer with the states of its file, which is deleted. Raises Passing (none this time) or UserError."""
         choice = answer["choices"][0]
         params = answer.get("kv_transfer_params") or choice.get("kv_transfer_params") or {}
         generated, path = choice.get("token_ids") or [], params.get("hidden_states_path")
@@ -143,7 +152,6 @@ class Servers:
         return Answer(hidden_TLD, tokens.tolist(), list(generated), choice, url)
 
     def _refused(self, refusal: Refusal) -> str:
-        """Say what a refusal means."""
         if refusal.status == 404:
             return f"does not serve {self.model!r} ({refusal}); {START}, or name it by features.model"
         if refusal.status in (401, 403):
@@ -200,3 +208,62 @@ class Servers:
         self.stopped.set()
         self.client.close()
         self._sweep()
+
+
+def extracted(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """Return the layers that a server extracts for these taps: the last one too, from which the final hidden state is made."""
+    return tuple(sorted({*taps, layers}))
+
+
+def served_name(path: str, layers: tuple[int, ...]) -> str:
+    """Return a model's name on a server that extracts these layers: files do not name theirs, so a server of others is told by it."""
+    return f"{Path(path).name or path}-layers-{'-'.join(map(str, layers))}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command with the environment variables that it needs."""
+
+    command: list[str]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, *(shlex.quote(word) for word in self.command)])
+
+
+def server_line(recipe: Recipe, taps: tuple[int, ...], layers: int, *, port: int, gpus: int | None, cpu: bool) -> Line:
+    """Return the line for a backbone of so many layers and these taps. Raises UserError for a backbone that vLLM cannot take so."""
+    section, served = recipe.backbone, recipe.features
+    if find_gguf(section.path) is not None:
+        raise UserError(f"backbone {section.path} is a GGUF file; hidden states are served of a folder or hub id with safetensors")
+    chosen = extracted(taps, layers)
+    speculative = {
+        "method": "extract_hidden_states", "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(chosen)}},
+    }  # fmt: skip
+    transfer: dict[str, Any] = {"kv_connector": ON_CPU if cpu else CONNECTOR, "kv_role": "kv_producer"}
+    transfer |= {"kv_connector_module_path": "hidden_states_on_cpu"} if cpu else {}
+    transfer["kv_connector_extra_config"] = {"shared_storage_path": str(Path(served.folder).absolute())}
+    length = recipe.data.max_length + 1  # a request asks for one token more
+    if recipe.cache.dir is not None and recipe.regenerate.out is not None:
+        length = recipe.data.max_length + recipe.regenerate.max_new_tokens
+    command = [
+        *(["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if cpu else ["vllm", "serve"]), resolve(section.path),
+        "--served-model-name", served.model or served_name(section.path, chosen), "--port", str(port),
+        "--max-model-len", str(length), "--max-num-batched-tokens", str(max(length, 8192)), "--no-enable-prefix-caching",
+        "--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer),
+        *(["--dtype", DTYPES[section.dtype]] if section.dtype in DTYPES else []),
+        *(["--tensor-parallel-size", str(gpus)] if gpus and gpus > 1 else []),
+        *(["--trust-remote-code"] if section.trust_remote_code else []), *(["--enforce-eager"] if cpu else []),
+    ]  # fmt: skip
+    return Line(command, {"PYTHONPATH": str(Path(__file__).parent / "connector"), "VLLM_CPU_KVCACHE_SPACE": "4"} if cpu else {})
+
+
+def run_server(line: Line, folder: str) -> None:
+    """Become the server. Raises UserError if vLLM is not installed here, or its folder cannot be written."""
+    require_folder("features.folder", folder).mkdir(parents=True, exist_ok=True)
+    if find_spec("vllm") is None:
+        raise UserError("--run starts vLLM from this environment, which has none: pip install vllm, or run the printed line in another one")
+    command = line.command if line.command[0] != "python" else [sys.executable, *line.command[1:]]
+    os.execvpe(command[0], command, {**os.environ, **line.environment})

@@ -1,4 +1,8 @@
-"""Sources of a batch's features: the live backbone, or a cache behind the same interface.
+"""The backbone that a recipe names, and sources of a batch's features: the live backbone, or a cache or servers behind the same interface.
+
+For on-policy training (``objective.on_policy``) the backbone scores the drafter's rollouts at every step, so it must be live, keep its KV
+cache of the batch, and follow masks. The drafter's tokens must depend on those drafted before them. The loss is
+`objective.on_policy_loss`.
 
 Shape suffixes: B batch, T positions.
 """
@@ -6,22 +10,86 @@ Shape suffixes: B batch, T positions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from headstart.chat.images import ImageFile
-from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features, join_features, stack_rows
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.head_only import load_head_only
 from headstart.heads.backbone.images import Images, with_positions
+from headstart.heads.backbone.model_config import WITH_IMAGES, load_config, loaded_dtype, quantizing
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
-from headstart.training.data.packing import Batch, collate
-from headstart.training.data.sample import Sample
+from headstart.training.data.batches import Batch, collate
+from headstart.training.data.samples import Sample
+from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Recipe
+
+
+def open_backbone(
+    section: sections.Backbone,
+    device: torch.device | None = None,
+    place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
+    images: bool = False,
+) -> Backbone:
+    """Load the backbone, frozen, with ``backbone.adapter`` if set; see `load_backbone`. Raises UserError."""
+    context = copy_context()
+    context.run(WITH_IMAGES.set, images)
+    backbone = context.run(
+        load_backbone, section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, attention=section.attention,
+        device=device, place=place,
+    )  # fmt: skip
+    if section.adapter is not None:
+        backbone.attach(section.adapter)
+    return backbone
+
+
+def opens_head_only(recipe: Recipe) -> bool:
+    """Return True if a run needs no layers of the backbone: its features come from a cache or a server, and no drafter is made of them.
+
+    An adapter lies on the layers, and a GGUF file is read whole.
+    """
+    section, drafters = recipe.backbone, [one.drafter for one in recipe.per_drafter().values()]
+    pruned = any(one.get("kind") == "draft_model" and not (one.get("path") or one.get("architecture")) for one in drafters)
+    cached = recipe.cache.dir is not None and section.adapter is None and find_gguf(section.path) is None
+    return not pruned and (cached or recipe.features.endpoint is not None)
+
+
+def open_for_training(
+    recipe: Recipe, device: torch.device | None, place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None
+) -> Backbone:
+    """Load what a recipe's run needs of the backbone; see `open_backbone`. Raises UserError."""
+    section = recipe.backbone
+    if not opens_head_only(recipe):
+        return open_backbone(section, device, place, recipe.data.images)
+    return load_head_only(section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, device=device)
+
+
+def open_to_cache(recipe: Recipe, device: torch.device | None) -> Backbone:
+    """Load what writing a recipe's cache needs of the backbone: all of it, unless servers run it. Raises UserError."""
+    return open_for_training(recipe.model_copy(update={"cache": sections.Cache()}), device)
+
+
+def read_config(section: sections.Backbone) -> PretrainedConfig:
+    """Load the backbone's configuration; nothing else is downloaded. Raises UserError if there is none."""
+    if find_gguf(section.path) is not None:
+        quantizing(section.dtype, gguf=True)  # refuses integers
+    return load_config(section.path, trust_remote_code=section.trust_remote_code)
+
+
+def dtype_in_training(section: sections.Backbone, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype that `open_backbone` loads the weights in (those that are not quantized)."""
+    chosen = loaded_dtype(section.dtype, config, device)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return chosen if isinstance(chosen, torch.dtype) else stored
 
 
 class FeatureSource(ABC):
@@ -72,7 +140,7 @@ class LiveFeatures(FeatureSource):
     def read(self, batch: Batch) -> Features:
         return self.read_into(None, batch)
 
-    def read_into(self, cache: Cache | None, batch: Batch) -> Features:
+    def read_into(self, cache: DynamicCache | None, batch: Batch) -> Features:
         """Return the features; the KV cache, if any, gets the backbone's keys and values of all positions."""
         if any(files for row in batch.images for files in row):
             assert cache is None
@@ -96,6 +164,30 @@ class LiveFeatures(FeatureSource):
         return with_positions(self.backbone.model, tokens_T[None], files[0].reader.beside(files, tokens_T)) if files else None
 
 
+@dataclass(frozen=True)
+class FeaturesWithCache(Features):
+    """Features with the KV cache from which the backbone can continue after any position."""
+
+    cache: DynamicCache | None = None
+    """The backbone's keys and values of all positions."""
+
+
+class LiveWithCache(LiveFeatures):
+    """The live backbone; its KV cache is kept with the features."""
+
+    def read(self, batch: Batch) -> FeaturesWithCache:
+        cache = DynamicCache()  # without a configuration, so that sliding layers keep all keys
+        return FeaturesWithCache(**vars(self.read_into(cache, batch)), cache=cache)
+
+
+def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
+    """Return the feature source, with the KV cache if a drafter trains on-policy."""
+    if not any(one.objective.on_policy for one in recipe.per_drafter().values()):
+        return source
+    assert isinstance(source, LiveFeatures)  # recipes with a feature cache are rejected on loading
+    return LiveWithCache(source.backbone, source.taps)
+
+
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
     """Return the taps for all drafters: in their own order if all have the same, else the sorted union."""
     taps = {drafter.taps for drafter in drafters}
@@ -103,17 +195,36 @@ def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
 
 
 def require_packable(recipe: Recipe, backbone: Backbone) -> None:
-    """Raise UserError for packed rows with a backbone that follows no mask, unless features come from a cache or a server, which have
-    single samples.
-    """
-    if (
-        recipe.data.packing
-        and recipe.cache.dir is None
-        and backbone.whole
-        and (backbone.recurrent is not None or backbone.no_trees is not None)
-    ):
+    """Raise UserError for packed rows with a backbone that follows no mask, unless their features are those of single samples."""
+    follows_none = backbone.recurrent is not None or backbone.no_trees is not None
+    if recipe.data.packing and recipe.cache.dir is None and backbone.whole and follows_none:
         fault = "has recurrent layers, which follow no mask" if backbone.no_trees is None else "follows no mask"
         raise UserError(
             f"{type(backbone.model).__name__} {fault}: no packing (data.packing=false), "
             "unless from features that headstart cache has written (cache.dir)"
         )
+
+
+def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str, Drafter]) -> None:
+    """Raise UserError if on-policy training is requested for a drafter or backbone that does not support it."""
+    for name, one in recipe.per_drafter().items():
+        if not one.objective.on_policy:
+            continue
+        what = f"objective.on_policy={one.objective.on_policy:g}"
+        if backbone.no_trees is not None:
+            raise UserError(f"{what} scores trees of drafts with the backbone; {backbone.no_trees}: set it to 0")
+        if backbone.recurrent is not None:
+            raise UserError(f"{what}: {type(backbone.model).__name__} has recurrent layers, which follow no mask; set it to 0")
+        if recipe.backbone.shard:
+            raise UserError(f"{what}: drafts are read by each process for itself, and backbone.shard has all read alike; set either back")
+        limit = backbone.rope_limit
+        if limit is not None and recipe.data.max_length > limit:
+            raise UserError(
+                f"{what}: the rotary frequencies of {type(backbone.model).__name__} change after {limit} positions, so proposals "
+                f"cannot be read behind longer texts; set it to 0, or data.max_length={recipe.data.max_length} to at most {limit}"
+            )
+        kind, drafter = one.drafter["kind"], drafters[name]
+        if drafter.trained_depth < 2:
+            raise UserError(f"{what} needs a drafter that goes on from its proposals; {kind} has drafter.depth=1: raise it, or set it to 0")
+        if not drafter.sequential:
+            raise UserError(f"{what}: what {kind} drafts does not depend on its own proposals, so it learns nothing from them; set it to 0")

@@ -27,18 +27,9 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import chunk_policy
-from headstart.training.objective.anchors import StepKey, sample_anchors, text_rows
-from headstart.training.objective.loss_rows import LossRows, dense_rows
-from headstart.training.objective.terms import (
-    FEATURES,
-    SoftTarget,
-    compare,
-    compare_and_mix,
-    compiled,
-    known_target,
-    regression,
-    soft_target,
-)
+from headstart.training.objective import terms
+from headstart.training.objective.loss_rows import LossRows, StepKey, dense_rows, sample_anchors, text_rows
+from headstart.training.objective.terms import SoftTarget
 from headstart.training.recipe.training import Objective
 
 CPU_ROWS, CPU_LOGITS = 512, 2**25
@@ -71,9 +62,9 @@ class FusedLoss:
         hidden_MJD, norm_MJ, choice_MJ = rows.hidden_MJD, rows.norm_MJ, rows.choice_MJ
         backbone, vocabulary = self.drafter.backbone, self.vocabulary
         if norm_MJ is None or choice_MJ is None or vocabulary is None:
-            return lambda chunk, i: soft_target(backbone.readout(hidden_MJD[chunk, i]), vocabulary)
+            return lambda chunk, i: terms.soft_target(backbone.readout(hidden_MJD[chunk, i]), vocabulary)
         readout = _partial_readout(backbone, vocabulary)
-        return lambda chunk, i: known_target(readout(hidden_MJD[chunk, i]), norm_MJ[chunk, i], choice_MJ[chunk, i], vocabulary)
+        return lambda chunk, i: terms.known_target(readout(hidden_MJD[chunk, i]), norm_MJ[chunk, i], choice_MJ[chunk, i], vocabulary)
 
     def _chunk(
         self, rows: LossRows, chunk: slice, targets: Callable[[slice, int], SoftTarget], gradients: GradientAccumulator
@@ -96,13 +87,13 @@ class FusedLoss:
         leaf_CD, logits_CV = self.chunk_logits(gradients.drafts[i], i, at, rows)
         counts_C, weight_C = rows.counts_MK[:, i], rows.weights_MK[:, i]
         with torch.no_grad():
-            compute = compiled() if self.compiled else compare_and_mix
+            compute = terms.compiled() if self.compiled else terms.compare_and_mix
             found = compute(target, logits_CV.detach(), weight_C, self.settings)
             loss = found.loss
             if logits_CV.requires_grad:
                 gradients.backward(i, at, leaf_CD, logits_CV, found.gradient_CV)
-            if share := self.settings.terms.get(FEATURES):
-                value, gradient_CD = regression(leaf_CD.detach(), _column(rows.hidden_MJD, i), share * weight_C)
+            if share := self.settings.terms.get(terms.FEATURES):
+                value, gradient_CD = terms.regression(leaf_CD.detach(), _column(rows.hidden_MJD, i), share * weight_C)
                 loss = loss + value
                 gradients.add(i, at, gradient_CD)
             choice_C = found.choice_C if self.vocabulary is None else self.vocabulary[found.choice_C]
@@ -247,8 +238,8 @@ def _agreement(loss: FusedLoss, rows: LossRows, drafts: list[Tensor], sampled: b
         part = rows.part(chunk)
         for i, draft_MD in enumerate(drafts):
             if i < part.hidden_MJD.shape[1]:
-                target = soft_target(loss.drafter.backbone.readout(part.hidden_MJD[:, i]), loss.vocabulary)
-            draft = compare(target, loss.chunk_logits(draft_MD, i, chunk, part)[1])
+                target = terms.soft_target(loss.drafter.backbone.readout(part.hidden_MJD[:, i]), loss.vocabulary)
+            draft = terms.compare(target, loss.chunk_logits(draft_MD, i, chunk, part)[1])
             choice_C = draft.choice_C if loss.vocabulary is None else loss.vocabulary[draft.choice_C]
             found_MK[chunk, i] = draft.alpha_C.float() if sampled else (choice_C == target.choice_C).float()
     return found_MK

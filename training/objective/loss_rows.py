@@ -2,7 +2,10 @@
 
 The backbone's distribution at position j is that of ``x_{j+1}``, and depth k drafts ``x_{t+2+k}`` at position t. So the distribution
 at j is the target of all depths k, drafted at ``t = j-1-k``. Drafts at all positions are therefore grouped by target position j
-(`dense_rows`), so that each target is read out once; drafts at anchors are grouped by anchor, with one target per depth.
+(`dense_rows`), so that each target is read out once; drafts at anchors are grouped by anchor, with one target per depth (`text_rows`).
+
+Anchors are the positions that a step drafts from, if not from all. A position is sampled by a hash of the seed, the step and the document
+up to it, so the sample does not depend on packing, padding, micro-batches or the number of processes.
 
 `LmLoss` keeps a backbone a good language model while its adapter is trained together with heads.
 
@@ -22,7 +25,87 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, Features
 from headstart.heads.backbone.hooks import recomputed
-from headstart.heads.layers.causal_attention import chunk_policy
+from headstart.heads.layers.causal_attention import chunk_policy, document_positions
+from headstart.inference.engine.noise import mix_, row_seeds
+
+
+def counted(loss_mask_BT: Tensor, document_BT: Tensor, depth: int) -> Tensor:
+    """Return bool ``[B, T-1]``: True if ``depth`` drafts the token after target position j, from position ``j-1-depth``.
+
+    The token must be a label, and the drafting position must be in the same document.
+    """
+    back = depth + 2
+    inside_BT = F.pad(document_BT[:, back:] == document_BT[:, :-back], (min(back, document_BT.shape[1]), 0))
+    return (loss_mask_BT & inside_BT & (document_BT >= 0))[:, 1:]
+
+
+def counted_from(loss_mask_BT: Tensor, document_BT: Tensor, depths: int) -> Tensor:
+    """Return bool ``[B, T, K]``: True if depth k drafts a label token at position t."""
+    T = document_BT.shape[1]
+    by_depth = [counted(loss_mask_BT, document_BT, k)[:, 1 + k :] for k in range(depths)]
+    return torch.stack([F.pad(count_BT, (0, T - count_BT.shape[1])) for count_BT in by_depth], -1)
+
+
+def count_label_tokens(loss_mask_BT: Tensor, document_BT: Tensor) -> Tensor:
+    """Count the label tokens drafted by depth 0; deeper depths draft subsets of them."""
+    return counted(loss_mask_BT, document_BT, 0).sum()
+
+
+class StepKey(NamedTuple):
+    """Key of a step's random numbers, which also depend on the tokens."""
+
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True)
+class SampledAnchors:
+    """Anchors sampled from the positions that draft label tokens."""
+
+    at: Anchors
+    share: float
+    """Probability with which each position was sampled."""
+    first_M: Tensor
+    """Start of the anchor's document in its row."""
+    number_M: Tensor
+    """Index of the anchor among those of its document."""
+    key_M: Tensor
+    """Hash of the anchor, from which the noise of its rollout is derived."""
+    counts_MK: Tensor
+    """True where depth k drafts a label token."""
+
+    def __len__(self) -> int:
+        return len(self.key_M)
+
+
+def sample_anchors(features: Features, depth: int, share: float, step_key: StepKey, first_depth: int = 0) -> SampledAnchors:
+    """Sample, with probability ``share``, the positions where a depth from ``first_depth`` to ``depth - 1`` drafts a label token."""
+    loss_mask_BT, document_BT, tokens_BT = features.loss_mask_BT, features.document_BT, features.tokens_BT
+    assert loss_mask_BT is not None and document_BT is not None
+    counts_BTK = counted_from(loss_mask_BT, document_BT, depth)
+    position_BT = document_positions(document_BT)
+    key_BT = _keys(tokens_BT, position_BT, step_key)
+    uniform_BT = ((key_BT >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+    row_M, t_M = (counts_BTK[..., first_depth:].any(-1) & (uniform_BT < share)).nonzero(as_tuple=True)
+    first_M = t_M - position_BT[row_M, t_M]
+    number_M = number_within(row_M * tokens_BT.shape[1] + first_M)
+    order_M = number_M.argsort(stable=True)
+    row_M, t_M = row_M[order_M], t_M[order_M]
+    return SampledAnchors(Anchors(row_M, t_M), share, first_M[order_M], number_M[order_M], key_BT[row_M, t_M], counts_BTK[row_M, t_M])
+
+
+def _keys(tokens_BT: Tensor, position_BT: Tensor, step_key: StepKey) -> Tensor:
+    """Hash the seed, the step and the document up to each position: int64 ``[B, T]``."""
+    upto_BT = mix_(mix_(tokens_BT.clone()) + position_BT).cumsum(1)
+    before_BT = F.pad(upto_BT, (1, 0)).gather(1, torch.arange(tokens_BT.shape[1], device=tokens_BT.device) - position_BT)
+    drawn_1 = mix_(mix_(row_seeds([step_key.seed], 1, tokens_BT.device)) + step_key.step)
+    return mix_(mix_(upto_BT - before_BT) ^ drawn_1)
+
+
+def number_within(group_M: Tensor) -> Tensor:
+    """Return each entry's index within its group; a group's entries must be adjacent."""
+    _, inverse_M, counts = torch.unique_consecutive(group_M, return_inverse=True, return_counts=True)
+    return torch.arange(len(group_M), device=group_M.device) - (counts.cumsum(0) - counts)[inverse_M]
 
 
 @dataclass(frozen=True)
@@ -64,31 +147,6 @@ class LossRows:
             return self
         return replace(self, norm_MJ=features.norm_BT[at], choice_MJ=features.choice_BT[at])
 
-    def weighted(self, weights_MK: Tensor) -> LossRows:
-        return replace(self, weights_MK=weights_MK)
-
-
-def counted(loss_mask_BT: Tensor, document_BT: Tensor, depth: int) -> Tensor:
-    """Return bool ``[B, T-1]``: True if ``depth`` drafts the token after target position j, from position ``j-1-depth``.
-
-    The token must be a label, and the drafting position must be in the same document.
-    """
-    back = depth + 2
-    inside_BT = F.pad(document_BT[:, back:] == document_BT[:, :-back], (min(back, document_BT.shape[1]), 0))
-    return (loss_mask_BT & inside_BT & (document_BT >= 0))[:, 1:]
-
-
-def counted_from(loss_mask_BT: Tensor, document_BT: Tensor, depths: int) -> Tensor:
-    """Return bool ``[B, T, K]``: True if depth k drafts a label token at position t."""
-    T = document_BT.shape[1]
-    by_depth = [counted(loss_mask_BT, document_BT, k)[:, 1 + k :] for k in range(depths)]
-    return torch.stack([F.pad(count_BT, (0, T - count_BT.shape[1])) for count_BT in by_depth], -1)
-
-
-def count_label_tokens(loss_mask_BT: Tensor, document_BT: Tensor) -> Tensor:
-    """Count the label tokens drafted by depth 0; deeper depths draft subsets of them."""
-    return counted(loss_mask_BT, document_BT, 0).sum()
-
 
 def dense_rows(features: Features, hidden: list[Tensor], deeper: Anchors | None = None) -> tuple[LossRows, list[Tensor], Tensor]:
     """Make the loss rows of drafts at all positions; returns rows, hidden states per depth, and each entry's draft ``b T + t``, ``[M, K]``.
@@ -115,6 +173,16 @@ def dense_rows(features: Features, hidden: list[Tensor], deeper: Anchors | None 
         drafts += [F.pad(draft_MD, (0, 0, 0, 1))[number_MN[:, n]] for n, draft_MD in enumerate(hidden[1:])]  # -1: the padding
     draft_MK = (row_M * tokens_BT.shape[1] + j_M - 1)[:, None] - torch.arange(len(hidden), device=j_M.device)
     return rows, drafts, draft_MK
+
+
+def text_rows(features: Features, anchors: SampledAnchors) -> LossRows:
+    """Make the loss rows of teacher-forced drafts at anchors, with one target per depth, at position ``t+1+k``."""
+    row_M1, K, last = anchors.at.row_M[:, None], anchors.counts_MK.shape[1], features.tokens_BT.shape[1] - 1
+    target_MK = anchors.at.position_M[:, None] + 1 + torch.arange(K, device=row_M1.device)
+    here_MK, next_MK = target_MK.clamp(max=last), (target_MK + 1).clamp(max=last)  # no depth counts beyond the row
+    tokens_BT = features.tokens_BT
+    hidden_MKD, parents_MK, labels_MK = features.hidden_BTD[row_M1, here_MK], tokens_BT[row_M1, here_MK], tokens_BT[row_M1, next_MK]
+    return LossRows(hidden_MKD, parents_MK, labels_MK, anchors.counts_MK, anchors.counts_MK).known(features, (row_M1, here_MK))
 
 
 class LmLoss(NamedTuple):

@@ -36,6 +36,8 @@ from headstart.training.recipe.training import Objective
 
 MIN_ALPHA = 1e-6
 """Acceptance rate below which -log alpha is replaced by its tangent, so that the gradient stays finite."""
+FEATURES = "features"
+"""The term that compares hidden states: `regression`."""
 
 
 class SoftTarget(NamedTuple):
@@ -185,8 +187,6 @@ TERMS: dict[str, Term] = {
     "kl": kl, "reverse_kl": reverse_kl, "js": js, "ce": ce, "tv": tv, "lk_alpha": lk_alpha, "lk": lk, "topk_kl": topk_kl,
 }  # fmt: skip
 """Terms that compare distributions."""
-FEATURES = "features"
-"""The term that compares hidden states: `regression`."""
 
 
 def mix(teacher: SoftTarget, draft: DraftProbs, weight_C: Tensor, settings: Objective) -> Tensor:

@@ -1,26 +1,31 @@
-"""Build a recipe's backbone and drafters on fake tensors, from the configuration alone; nothing is loaded or computed.
+"""Build a recipe's backbone and drafters on fake tensors, from the configuration alone; nothing is loaded or computed. `MemoryCounter`
+counts the peak of the bytes that a step allocates, on fake tensors and on real ones.
 
 All tensors are torch `FakeTensor`s (meta tensors that represent tensors on the CPU). A forward or backward runs the training code
 with the right shapes, dtypes and lifetimes in milliseconds, for a model of any size. Where code branches on values, `FakeValues`
 supplies them.
 
-Shape suffixes: B batch, T positions, V vocabulary, C head width, M rows sorted by expert, E experts, D and F widths.
+Shape suffixes: B batch, T positions, V vocabulary, C head width, H heads, M rows sorted by expert, E experts, D and F widths.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -31,15 +36,15 @@ from headstart.heads.backbone.model_config import attention_kernel, auto_model
 from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
-from headstart.heads.methods import construct_drafter
 from headstart.heads.warm_start import require_kind
 from headstart.support.errors import UserError, cause
-from headstart.training.features.backbone import dtype_in_training, opens_head_only, read_config
-from headstart.training.features.source import taps_of
+from headstart.training.features.source import dtype_in_training, opens_head_only, read_config, taps_of
 from headstart.training.recipe import sections
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.step import recompute
+from headstart.training.recipe.recipe import Recipe, split_drafter
+from headstart.training.run.trainer import build
+
+Parts = dict[str, int]
+"""Name of a part -> bytes."""
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -129,10 +134,7 @@ class FakeModels:
 
 
 def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
-    """Build the recipe's backbone and drafters, in the dtypes of training on an accelerator or a CPU.
-
-    Raises UserError for recipes that building the real models would reject, and for models that cannot be built on fake tensors.
-    """
+    """Build a recipe's models in the dtypes of training on an accelerator or a CPU. Raises UserError where that cannot be done."""
     config, settings = read_config(recipe.backbone), recipe.backbone
     dtype = dtype_in_training(settings, config, torch.device("cuda" if accelerator else "cpu"))
     values, mode = FakeValues(), FakeTensorMode()
@@ -177,22 +179,14 @@ def _read_nothing(backbone: Backbone, tokens_BT: Tensor, taps: tuple[int, ...]) 
 
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
-    options, arguments = split_drafter(recipe.drafter)
+    options = split_drafter(recipe.drafter)[0]
     if options.init is not None and Path(options.init).is_dir():  # nothing is downloaded
         require_kind(options.init, read_metadata(options.init)[1], options.kind)
-    drafter = construct_drafter(options.kind, backbone, arguments).train()
-    for weight in drafter.frozen():
-        weight.requires_grad_(False)
-    if recipe.train.gradient_checkpointing:
-        recompute(drafter)
-    return drafter
+    return build(recipe, backbone, fresh=False)
 
 
 def _pass_empty_mask(backbone: Backbone) -> None:
-    """Pass an attention mask without memory if there is none.
-
-    Otherwise the model would allocate a mask, since it cannot see from fake positions that none is needed, as it does in training.
-    """
+    """Pass an attention mask without memory if there is none: from fake positions the model cannot see that none is needed."""
 
     def give(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("attention_mask") is None and backbone.recurrent is None:
@@ -202,3 +196,62 @@ def _pass_empty_mask(backbone: Backbone) -> None:
         return args, kwargs
 
     backbone.base.register_forward_pre_hook(give, with_kwargs=True)
+
+
+class _Made(NamedTuple):
+    number: int
+    """Unique number; addresses are reused."""
+    part: str
+    size: int
+
+
+class MemoryCounter(TorchDispatchMode):
+    """Tracks the storages allocated since it was entered and not freed, and those live at the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = ""
+        """Part of new storages."""
+        self.rows: int | None = None
+        """B: if set, tensors with a head dimension (``[B, H, ...]``, ``[B H, ...]``) belong to the part *attention*."""
+        self.live: dict[int, _Made] = {}
+        self.at_peak: list[_Made] = []
+        self.bytes = self.peak = self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in before and storage._cdata not in self.live:
+                    self.live[storage._cdata] = _Made(self.count, self._part(leaf), storage.nbytes())
+                    self.count, self.bytes = self.count + 1, self.bytes + storage.nbytes()
+                    weakref.finalize(storage, self._freed, storage._cdata)
+        if self.bytes > self.peak:
+            self.peak, self.at_peak = self.bytes, list(self.live.values())
+        return out
+
+    def _part(self, made: Tensor) -> str:
+        by_heads = self.rows is not None and (made.ndim > 3 or (made.ndim == 3 and made.shape[0] != self.rows))
+        return "attention" if by_heads else self.part
+
+    def _freed(self, key: int) -> None:
+        self.bytes -= self.live.pop(key).size
+
+    def reset_peak(self) -> None:
+        """Restart the peak from the current state."""
+        self.peak, self.at_peak = self.bytes, list(self.live.values())
+
+    def rename(self, tensors: list[Tensor], part: str) -> None:
+        """Move the tensors to another part."""
+        for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self.live.keys():
+            self.live[key] = self.live[key]._replace(part=part)
+
+    def parts(self, gradients: list[Tensor]) -> Parts:
+        """Return the bytes by part at the peak; ``gradients``, which must be live, are a separate part."""
+        keys = {tensor.untyped_storage()._cdata for tensor in gradients} & self.live.keys()
+        numbers, bytes_of = {self.live[key].number for key in keys}, Counter[str]()
+        for made in self.at_peak:
+            bytes_of["gradients" if made.number in numbers else made.part] += made.size
+        return dict(bytes_of)

@@ -35,18 +35,15 @@ from headstart.heads.layers.causal_attention import ChunkPolicy, use_chunk_polic
 from headstart.support.devices import torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
-from headstart.training.data.packing import Batch
-from headstart.training.features.backbone import opens_head_only
-from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.anchors import SampledAnchors
+from headstart.training.data.batches import Batch
+from headstart.training.features.source import LiveFeatures, opens_head_only
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import lm_loss
+from headstart.training.objective.loss_rows import SampledAnchors, lm_loss
 from headstart.training.objective.objective import objective
-from headstart.training.plan.fake_model import FakeModels
-from headstart.training.plan.memory_counter import MemoryCounter, Parts
+from headstart.training.plan.fake_model import FakeModels, MemoryCounter, Parts
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.defaults import autocast_name
 from headstart.training.run.optimizer import MuonAdamW, build_optimizer
+from headstart.training.run.start import autocast_name
 
 TARGET_FORWARD, DRAFT_STEP, OPTIMIZER, CHECKPOINT = "forward (target)", "forward+backward (draft)", "optimizer", "checkpoint"
 RUNTIME = {False: 500_000_000, True: 1_000_000_000}
@@ -105,11 +102,11 @@ class MemoryPlan:
 
     def persistent(self) -> Parts:
         """Return the bytes by part that are allocated throughout training."""
-        recipes = self.recipe.per_drafter()
-        drafters = self.models.drafters
+        recipes, drafters = self.recipe.per_drafter(), self.models.drafters
+        elsewhere = sum(layer - -(-layer // self.processes) for layer in self._sharded_layers())
         return {
             "torch runtime": RUNTIME[self.accelerator],
-            "backbone weights": size_of(self.models.backbone.weights) - self._on_other_processes() - self._quantized_away(),
+            "backbone weights": size_of(self.models.backbone.weights) - elsewhere - self._quantized_away(),
             "drafter weights": sum(size_of([*drafter.parameters(), *drafter.buffers()]) for drafter in drafters.values()),
             "optimizer state": sum(self._optimizer_state(name) for name in drafters),
             "weight average": sum(trained(drafter) for name, drafter in drafters.items() if recipes[name].train.ema_decay is not None),
@@ -119,10 +116,6 @@ class MemoryPlan:
         """Return the bytes of each backbone layer if they are sharded, else nothing."""
         sharded = self.recipe.backbone.shard and self.processes > 1 and not opens_head_only(self.recipe)
         return [size_of(list(layer.parameters())) for layer in self.models.backbone.layers] if sharded else []
-
-    def _on_other_processes(self) -> int:
-        """Return the bytes of the backbone's weights held by other processes."""
-        return sum(layer - -(-layer // self.processes) for layer in self._sharded_layers())
 
     def _quantized_away(self) -> int:
         """Return what linear layers of int8 or int4 take less: quanto keeps a scale a row, or a scale and a shift for each 128 weights."""
@@ -179,7 +172,6 @@ class MemoryPlan:
         return target_forward, max(draft_steps, key=lambda parts: sum(parts.values()))
 
     def _features(self, size: MicroBatch, counter: MemoryCounter) -> Features:
-        """Return a micro-batch's features, live or as read from a cache or a server."""
         backbone, taps = self.models.backbone, self.models.taps
         counter.part = "features"
         tokens_BT = torch.zeros(size.rows, size.length, dtype=torch.int64)

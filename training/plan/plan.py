@@ -23,27 +23,20 @@ from headstart.inference.bench.systems import OtherPrograms
 from headstart.inference.engine.request import device_memory
 from headstart.support.config import MAX_MEMORY_GB
 from headstart.support.errors import UserError, waiting
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import check_data, load_data, read_images, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS
-from headstart.training.features.between_epochs import bytes_kept, may_keep
-from headstart.training.features.manifest import format_of
+from headstart.training.features.cached import bytes_kept, may_keep
+from headstart.training.features.codec import CacheFormat
 from headstart.training.features.source import require_packable
-from headstart.training.plan.duration import (
-    UTILISATION,
-    estimated_hours,
-    live_until_cached,
-    step_operations,
-    trial,
-    why_not_loadable,
-)
+from headstart.training.plan.duration import UTILISATION, estimated_hours, live_until_cached, step_operations, trial, why_not_loadable
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.plan.memory import ALLOCATOR, CHECKPOINT, DRAFT_STEP, OPTIMIZER, TARGET_FORWARD, MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.memory import size_of as bytes_of
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.defaults import advice, choose
+from headstart.training.run.start import advice, choose
 
 MAX_ROWS = 65_536
 """Maximum rows of a micro-batch that are tried."""
@@ -85,10 +78,7 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
 
 @waiting("counting memory")
 def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[str, Any]:
-    """Return the plan as JSON, but for what `timed` adds; with ``tflops``, the peak of each device, also a duration from the arithmetic.
-
-    Raises UserError for recipes that training would reject, as far as is known without loading weights.
-    """
+    """Return the plan as JSON, but for what `timed` adds; with ``tflops``, each device's peak, a duration too. Raises UserError."""
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {tflops:g}")
     if recipe.train.batch_size < machine.processes:
@@ -218,7 +208,7 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None, machine: Mac
     kept = recipe.save.keep
     sizes: dict[str, Any] = {"heads": heads, "states": (heads + optimizer) * (kept + 1), "kept": kept}
     if recipe.cache.dir is not None:
-        form = format_of(recipe.cache, models.backbone, models.taps)
+        form = CacheFormat.of(models.backbone, models.taps, recipe.cache.dtype)
         sizes["features"] = None if splits is None else sum(form.size(len(sample.tokens)) for sample in splits.train)
     elif splits is not None and not machine.accelerator and machine.processes == 1 and may_keep(recipe):
         sizes["between_epochs"] = bytes_kept(recipe, models.backbone, models.taps, _feed(recipe, splits, 1))
@@ -229,7 +219,6 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None, machine: Mac
 
 
 def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, Any]:
-    """Count samples, tokens and steps; None if the data are not available."""
     if splits is None:
         return dict.fromkeys(("samples", "tokens", "label_tokens", "rows", "training_tokens")) | {"steps": recipe.train.steps}
     feed, stats = _feed(recipe, splits, processes), splits.stats
@@ -275,7 +264,6 @@ def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: b
 
 
 def _advice(recipe: Recipe, peak: StepMemory, report: dict[str, Any], machine: Machine) -> str:
-    """Advise what to change, depending on the largest part."""
     part, rows, length = peak.largest_part, report["fits"]["rows"], report["fits"]["length"]
     size = report["micro_batch"]
     if part == "backbone weights" and not (rows or length):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.support.text import gigabytes
-from headstart.training.run.defaults import Chosen
+from headstart.training.run.start import Chosen
 
 BUSY = 0.2
 """Processors that other programs may keep busy beside what is timed."""
@@ -28,7 +28,6 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def _memory(phases: dict[str, dict[str, int]]) -> list[str]:
-    """Return the memory table, with one column per phase."""
     parts = list(dict.fromkeys(part for parts_of in phases.values() for part in parts_of))
     rows = [[part, *(gigabytes(sizes[part]) if part in sizes else "" for sizes in phases.values())] for part in parts]
     totals = ["total", *(gigabytes(sum(sizes.values())) for sizes in phases.values())]

@@ -1,12 +1,22 @@
 """A training run as a recipe: every key it may have is a field of these models; anything else is an error.
 
-recipe = load_recipe("recipes/quickstart/eagle3.yaml", ["train.lr=3e-4", "drafter.depth=3"])
+    recipe = load_recipe("recipes/quickstart/eagle3.yaml", ["train.lr=3e-4", "drafter.depth=3"])
+
+A drafter's section has its kind, its start, and arguments that its own ``Config`` validates. There may be several:
+
+    heads:
+      - {name: eagle3, kind: eagle3, depth: 5}
+      - {name: medusa, kind: medusa, depth: 4, objective: {terms: {ce: 1}}, train: {lr: 3e-4}}
+
+Each of several is trained as it would be alone, by a recipe of its own. Keys in an entry's ``objective`` and ``train`` replace the
+recipe's; its other keys are the drafter's arguments. Keys that decide which tokens a step reads are shared: the drafters learn from one
+forward pass of the backbone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,14 +25,19 @@ from pydantic import model_validator
 from headstart.support.config import Model, RuleError, Seed, StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.support.hub import local_or_shipped
-from headstart.training.recipe.drafter import OWN_SECTIONS, RESERVED_NAMES, SHARED_KEYS, by_name, require_arguments
-from headstart.training.recipe.sections import Backbone, Cache, Data
-from headstart.training.recipe.served import Features, Regenerate
-from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
-from headstart.training.recipe.yaml_text import dump_yaml, override, read_extended
+from headstart.training.recipe.sections import Backbone, Cache, Data, Log, Save, Text
+from headstart.training.recipe.training import Eval, Features, Objective, Regenerate, Train
+from headstart.training.recipe.yaml_text import by_name, dump_yaml, override, read_extended
 
 LENGTHS = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 """Two keys for the length of a run: one that is given in an override replaces the other."""
+SHARED_KEYS = ("steps", "epochs", "batch_size", "micro_batch", "precision")
+"""Keys of ``train`` that are the same for all drafters."""
+OWN_SECTIONS = ("objective", "train")
+"""Sections that an entry may override."""
+RESERVED_NAMES = ("state", "log.jsonl", "wandb", "tensorboard")
+"""Other entries of ``save.dir``."""
+VOCABULARY_KEY = "draft_vocab_size"
 
 
 class Recipe(StrictModel):
@@ -67,54 +82,40 @@ class Recipe(StrictModel):
         if self.heads:
             self.per_drafter()
         else:
-            self._check_drafter()
-        if self.backbone.lora is not None:
-            self._check_lora()
+            require_arguments(self.drafter, "drafter")
+            if self.objective.on_policy and self.cache.dir is not None:
+                rule = f"needs the backbone, which does not run with cache.dir={self.cache.dir!r}; set either to 0 or null"
+                raise RuleError("objective.on_policy", rule, self.objective.on_policy)
         if self.backbone.adapter is not None and self.regenerate.endpoint is not None and self.regenerate.model is None:
             rule = f"is the server's name of the backbone with backbone.adapter={self.backbone.adapter!r}; set it"
             raise RuleError("regenerate.model", rule, None)
-        if self.features.endpoint is not None:
-            self._check_served()
-        if self.data.images:
-            self._check_images()
+        for key, broken, rule in self._rules():
+            if broken:
+                raise RuleError(key, rule, True)
         return self
 
-    def _check_images(self) -> None:
-        _refuse(
-            ("data.overlong", self.data.overlong == "split", "does not split rows with images; set truncate, skip or error"),
-            ("data.loss_on", self.data.loss_on == "all", "is assistant with data.images, whose tokens are no labels"),
-            ("backbone.lora", self.backbone.lora is not None, "is trained on text alone; set it to null, or data.images to false"),
-            ("backbone.shard", self.backbone.shard, "needs passes over text alone; set it or data.images to false"),
-            ("features.endpoint", self.features.endpoint is not None, "serves text alone; set it to null, or data.images to false"),
-            ("regenerate.endpoint", self.regenerate.endpoint is not None, "is asked text alone; set it to null, or data.images to false"),
-            ("objective.on_policy", self.objective.on_policy > 0, "reads drafts behind text alone; set it to 0, or data.images to false"),
-        )
-
-    def _check_served(self) -> None:
-        _refuse(
-            ("backbone.adapter", self.backbone.adapter is not None, "is not served with hidden states; merge it into the model with PEFT"),
-            ("backbone.lora", self.backbone.lora is not None, "changes hidden states, and servers have those before; set either to null"),
-            ("objective.on_policy", self.objective.on_policy > 0, "runs the backbone on drafts, and servers do not; set either back"),
-        )
-
-    def _check_drafter(self) -> None:
-        require_arguments(self.drafter, "drafter")
-        if self.objective.on_policy and self.cache.dir is not None:
-            rule = f"needs the backbone, which does not run with cache.dir={self.cache.dir!r}; set either to 0 or null"
-            raise RuleError("objective.on_policy", rule, self.objective.on_policy)
-
-    def _check_lora(self) -> None:
-        _refuse(
-            ("heads", bool(self.heads), "would each need an adapter with backbone.lora; train one drafter, or set lora to null"),
-            ("cache.dir", self.cache.dir is not None, "keeps features, which change with backbone.lora; set either to null"),
-            ("objective.on_policy", bool(self.objective.on_policy), "needs a frozen backbone; set it to 0, or backbone.lora to null"),
-        )
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        """What cannot go together: a key, whether its rule is broken, and the rule."""
+        images, lora, on_policy = self.data.images, self.backbone.lora is not None, self.objective.on_policy > 0
+        adapter, asked, served = self.backbone.adapter, self.regenerate.endpoint is not None, self.features.endpoint is not None
+        return [
+            ("heads", lora and bool(self.heads), "would each need an adapter with backbone.lora; train one drafter, or set lora to null"),
+            ("cache.dir", lora and self.cache.dir is not None, "keeps features, which change with backbone.lora; set either to null"),
+            ("objective.on_policy", lora and on_policy, "needs a frozen backbone; set it to 0, or backbone.lora to null"),
+            ("backbone.adapter", served and adapter is not None, "is not served with hidden states; merge it into the model with PEFT"),
+            ("backbone.lora", served and lora, "changes hidden states, and servers have those before; set either to null"),
+            ("objective.on_policy", served and on_policy, "runs the backbone on drafts, and servers do not; set either back"),
+            ("data.overlong", images and self.data.overlong == "split", "does not split rows with images; set truncate, skip or error"),
+            ("data.loss_on", images and self.data.loss_on == "all", "is assistant with data.images, whose tokens are no labels"),
+            ("backbone.lora", images and lora, "is trained on text alone; set it to null, or data.images to false"),
+            ("backbone.shard", images and self.backbone.shard, "needs passes over text alone; set it or data.images to false"),
+            ("features.endpoint", images and served, "serves text alone; set it to null, or data.images to false"),
+            ("regenerate.endpoint", images and asked, "is asked text alone; set it to null, or data.images to false"),
+            ("objective.on_policy", images and on_policy, "reads drafts behind text alone; set it to 0, or data.images to false"),
+        ]
 
     def per_drafter(self) -> dict[str, Recipe]:
-        """For each drafter the recipe that trains it alone, to the same weights, into its own folder; the only one's name is empty.
-
-        Raises UserError for an entry that is not valid.
-        """
+        """For each drafter the recipe that trains it alone, into its own folder; the only one's name is empty. Raises UserError."""
         return {name: _alone(self, name, entry) for name, entry in self.heads.items()} if self.heads else {"": self}
 
 
@@ -147,11 +148,32 @@ def _changed(section: Model, changes: dict[str, Any], where: str) -> Model:
     return parse(type(section), {**dict(section), **changes}, where) if changes else section
 
 
-def _refuse(*rules: tuple[str, bool, str]) -> None:
-    """Raise the first of these rules, each a key, whether it is broken, and the rule."""
-    for key, broken, rule in rules:
-        if broken:
-            raise RuleError(key, rule, True)
+class DrafterOptions(StrictModel):
+    """Keys of every drafter beside its own arguments."""
+
+    kind: str
+    """Name of a file in heads/, or the dotted name of a module of your own."""
+    init: Text | None = None
+    """Folder or hub id of trained heads of this kind to start from (null: start values made from the backbone)."""
+
+
+def split_drafter(drafter: Mapping[str, Any], where: str = "drafter") -> tuple[DrafterOptions, dict[str, Any]]:
+    """Split a drafter's section into the keys that all drafters have and the arguments of its kind. Raises UserError."""
+    options = {key: drafter[key] for key in DrafterOptions.model_fields if key in drafter}
+    return parse(DrafterOptions, options, where), {key: value for key, value in drafter.items() if key not in options}
+
+
+def require_arguments(drafter: Mapping[str, Any], where: str) -> None:
+    """Raise UserError unless ``kind`` names a drafter (one that ships, or a module of the user's own) and the rest are its arguments."""
+    from headstart.heads.methods import find_drafter  # imports torch, which reading the other sections does without
+
+    if "kind" not in drafter:
+        raise UserError(f"missing key {where}.kind: the drafter to train, as in drafter.kind=eagle3 (or several, as heads)")
+    options, arguments = split_drafter(drafter, where)
+    config = find_drafter(options.kind).Config
+    if VOCABULARY_KEY in arguments and VOCABULARY_KEY not in config.model_fields:
+        raise UserError(f"{where}.{VOCABULARY_KEY}: {options.kind} drafts the backbone's whole vocabulary; leave it out")
+    parse(config, arguments, where)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

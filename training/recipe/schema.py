@@ -13,8 +13,7 @@ from headstart.heads.layers.layer_config import LayerShape
 from headstart.heads.methods import find_drafter, methods
 from headstart.support.config import describe
 from headstart.support.errors import UserError
-from headstart.training.recipe.drafter import SHARED_KEYS, DrafterOptions
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import SHARED_KEYS, DrafterOptions, Recipe
 from headstart.training.recipe.sections import Lora
 from headstart.training.recipe.yaml_text import KEY as EXTENDS
 
@@ -44,8 +43,9 @@ def recipe_schema() -> dict[str, Any]:
     differs: dict[str, Any] = {name: {} for kind in kinds for name in kind["properties"]} | {"kind": False}
     part = {"type": "object", "title": "what differs from an extended file", "properties": differs, "additionalProperties": False}
     one = [*_one_of("drafter")["oneOf"], part]
-    schema["properties"]["drafter"] = {**_described(schema, "drafter"), "oneOf": one}
-    schema["properties"]["heads"] = {**_described(schema, "heads"), "anyOf": [listed, {"type": "object", "additionalProperties": entry}]}
+    about = {key: {"description": schema["properties"][key]["description"]} for key in ("drafter", "heads")}
+    schema["properties"]["drafter"] = {**about["drafter"], "oneOf": one}
+    schema["properties"]["heads"] = {**about["heads"], "anyOf": [listed, {"type": "object", "additionalProperties": entry}]}
     schema["properties"] = {EXTENDS: _EXTENDS, **schema["properties"]}
     required = schema.pop("required")
     inside = {key: {"required": definitions[key.capitalize()].pop("required")} for key in required}  # an extended file may have them
@@ -66,34 +66,22 @@ def _one_of(prefix: str) -> dict[str, Any]:
     return {"oneOf": [*({"$ref": f"#/$defs/{prefix}-{kind}"} for kind in methods()), dotted]}
 
 
-def _described(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {"description": schema["properties"][key]["description"]}
-
-
 def with_tables(page: str) -> str:
     """The Markdown ``page`` with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew.
 
-    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.layer``, or ``drafter.KIND``. Raises UserError for any
-    other.
+    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.layer``, or ``drafter.KIND``. Raises UserError for others.
     """
     return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}<!-- end of table -->", page)
 
 
 def _table(name: str) -> str:
+    section, _, kind = name.partition(".")
     if name == "recipe":
         return _rows("", Recipe)
-    section, _, kind = name.partition(".")
-    sections: dict[str, type[BaseModel]] = {
-        "backbone.lora": Lora,
-        "drafter": DrafterOptions,
-        "drafter.layer": LayerShape,
-    }
-    for prefix, options in sections.items():
-        if name == prefix:
-            return _rows(f"{prefix}.", options)
     if section == "drafter" and kind in methods():
         return _rows("drafter.", find_drafter(kind).Config)
-    model = Recipe.model_fields[name].annotation if name in Recipe.model_fields else None
+    parts: dict[str, Any] = {"backbone.lora": Lora, "drafter": DrafterOptions, "drafter.layer": LayerShape}
+    model = parts.get(name) or (Recipe.model_fields[name].annotation if name in Recipe.model_fields else None)
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
         raise UserError(f"no table {name!r}; there are recipe, its sections, and drafter.KIND")
     return _rows(f"{name}.", model)
@@ -102,27 +90,18 @@ def _table(name: str) -> str:
 def _rows(prefix: str, model: type[BaseModel]) -> str:
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        lines.append(f"| `{prefix}{name}` | {_escaped(_values(field))} | {_default(field)} | {_escaped(field.description or '')} |")
+        values, default = _escaped(describe(field.annotation, field.metadata)), _default(field)
+        lines.append(f"| `{prefix}{name}` | {values} | {default} | {_escaped(field.description or '')} |")
     return "\n".join(lines) + "\n"
 
 
-def _values(field: FieldInfo) -> str:
-    return describe(field.annotation, field.metadata)
-
-
 def _default(field: FieldInfo) -> str:
-    value = field.default
     if field.is_required():
         return "required"
-    if isinstance(value, BaseModel):
-        return "see below"
-    if isinstance(value, str):
-        return f"`{value}`"
-    return f"`{_yaml(value)}`"
+    return "see below" if isinstance(field.default, BaseModel) else f"`{_yaml(field.default)}`"
 
 
 def _yaml(value: Any) -> str:
-    """As a recipe would hold it."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):

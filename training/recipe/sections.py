@@ -1,4 +1,4 @@
-"""The sections of a recipe about its input: the backbone, the data, cached features."""
+"""The sections of a recipe about what a run reads and writes: the backbone, the data, cached features, checkpoints, the log."""
 
 from __future__ import annotations
 
@@ -240,3 +240,27 @@ class Cache(StrictModel):
     """On a CPU, without ``dir``: keep the features of the first epoch for the next ones, in ``save.dir``, until the run ends."""
     shard_mb: PositiveInt = 256
     """Size of a file; a killed writer loses at most one."""
+
+
+class Save(StrictModel):
+    dir: Text
+    """Folder of the trained heads, the log and the state to resume from."""
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: PositiveInt = 2
+    """Checkpoints to keep on disk."""
+    resume: bool = True
+    """Resume from the last checkpoint in ``dir``, if there is one."""
+
+
+class Log(StrictModel):
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Log to Weights & Biases too; a JSONL log is always written."""
+    tensorboard: bool = False
+    """Write TensorBoard files too, in ``save.dir/tensorboard``."""
+    project: str = "headstart"
+    """Project in Weights & Biases."""
+    name: str | None = None
+    """Name of the run there; null lets it choose."""
+    every: PositiveInt = 10
+    """Steps between lines."""

@@ -29,13 +29,15 @@ from headstart.support.files import as_path
 from headstart.support.hub import local_or_shipped
 from headstart.support.json_text import MAX_DEPTH, TOO_DEEP, require_depth, whole
 from headstart.support.text import read_text, require_characters
-from headstart.training.recipe.drafter import by_name
 
 CORE_TAGS = tuple(f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
 MAX_BYTES = 256 << 10
 """Size of a recipe."""
 MAX_VALUES = 100_000
 """Values of a recipe, those that aliases repeat included."""
+KEY = "extends"
+MAX_FILES = 100
+"""Files that one recipe may extend, directly or not, a file that several extend counted for each."""
 
 
 class _Resolver(VersionedResolver):
@@ -142,16 +144,8 @@ def override(tree: dict[str, Any], change: str) -> None:
     node[last] = _plain(value) if value.startswith("*") else parse_yaml(value, repr(change))  # a pattern of files
 
 
-KEY = "extends"
-MAX_FILES = 100
-"""Files that one recipe may extend, directly or not, a file that several extend counted for each."""
-
-
 def read_extended(path: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Return the keys of a recipe file with those it extends, and the extended files in the order in which they were applied.
-
-    Raises UserError for a file that is missing, is not a recipe, or extends itself.
-    """
+    """Return a recipe file's keys with those it extends, and the extended files in the order of their use. Raises UserError."""
     extended: list[Path] = []
     return _read(path, (), extended), extended
 
@@ -191,3 +185,20 @@ def _names(value: Any) -> list[str]:
     if not all(isinstance(name, str) and name for name in names):
         raise UserError(f"extends is the path of a recipe, or a list of paths; got {value!r}")
     return names
+
+
+def by_name(entries: Any) -> Any:
+    """A list of entries as a mapping by name; anything but a list is returned as it is, for validation to judge."""
+    if not isinstance(entries, list):
+        return entries
+    named: dict[str, Any] = {}
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise UserError(f"heads[{i}] is a mapping with kind, a name and the drafter's arguments; got {entry!r}")
+        name = entry.get("name", entry.get("kind"))
+        if not isinstance(name, str):
+            raise UserError(f"heads[{i}].name is text; got {name!r}")
+        if name in named:
+            raise UserError(f"heads[{i}] is named {name!r} like another; give each a name of its own, as in {{name: {name}-2, ...}}")
+        named[name] = {key: value for key, value in entry.items() if key != "name"}
+    return named

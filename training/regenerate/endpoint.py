@@ -24,7 +24,7 @@ from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.errors import UserError
 from headstart.support.post import Client, NoProtocol, Passing, Refusal
 from headstart.training.data.tokenise import chat_settings
-from headstart.training.features.kept import KeptFeatures
+from headstart.training.features.served import KeptFeatures
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 
@@ -43,9 +43,7 @@ class Endpoint:
     """Responses from the server at ``regenerate.endpoint``."""
 
     def __init__(self, recipe: Recipe, keeper: KeptFeatures | None = None) -> None:
-        """``keeper``: keeps the hidden states of the answers, which the server extracts.
-
-        Raises UserError if the API key is not in the environment. No request is sent."""
+        """``keeper``: keeps the answers' hidden states, which the server extracts. Raises UserError without the key; asks nothing."""
         settings = self.settings = recipe.regenerate
         assert settings.endpoint is not None
         self.recipe, self.url = recipe, settings.endpoint.rstrip("/")
@@ -68,7 +66,10 @@ class Endpoint:
         }
 
     def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
-        """See `Responder`. If the server does not answer, raise UserError and cancel pending requests."""
+        """Yield each item when it is no longer pending, in any order. ``wrote`` is called with the number of tokens written meanwhile.
+
+        If the server does not answer, raise UserError and cancel pending requests.
+        """
         if any(isinstance(item, Completion) for item in items):  # loaded before the threads start; only plain texts need it
             where = self.recipe.backbone
             self._tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
@@ -101,7 +102,6 @@ class Endpoint:
         return {"answers_with_token_ids": self.with_ids, "answers_compared": self.compared, "answers_tokenised_otherwise": self.differing}
 
     def _converse(self, item: Item) -> Item:
-        """Request all responses of an item, one after another."""
         while item.pending:
             try:
                 response = self._text(item) if isinstance(item, Completion) else self._message(item)
@@ -113,7 +113,9 @@ class Endpoint:
     def _message(self, item: Item) -> Response:
         assert isinstance(item, Conversation)
         tools = self.recipe.data.template_kwargs.get("tools") if item.tools is None else item.tools
-        prompt = {"messages": item.messages} | ({} if tools is None else {"tools": tools}) | self._template()
+        variables = {key: value for key, value in self.recipe.data.template_kwargs.items() if key != "tools"}
+        given = {"chat_template": self.recipe.data.chat_template, "chat_template_kwargs": variables}  # as vLLM takes them
+        prompt = {"messages": item.messages} | ({} if tools is None else {"tools": tools}) | {key: one for key, one in given.items() if one}
         path = "/chat/completions"
         raw = self._ask(path, item, prompt, "message")
         fields = raw.message if isinstance(raw.message, dict) else {}
@@ -129,13 +131,6 @@ class Endpoint:
         if not error:
             self._compare(item, message, raw)
         return replace(raw, message=message, error=error)
-
-    def _template(self) -> dict[str, Any]:
-        """Return the recipe's chat template and its variables, as vLLM takes them."""
-        data = self.recipe.data
-        variables = {key: value for key, value in data.template_kwargs.items() if key != "tools"}
-        given = {"chat_template": data.chat_template, "chat_template_kwargs": variables}
-        return {key: value for key, value in given.items() if value}
 
     def _compare(self, item: Conversation, message: Message, raw: Response) -> None:
         """Count whether tokenising the answer's text gives the tokens that were written, or as many."""

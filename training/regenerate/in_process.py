@@ -33,8 +33,7 @@ from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash
 from headstart.training.data.data import read_images
 from headstart.training.data.tokenise import chat_settings
-from headstart.training.features.backbone import open_backbone
-from headstart.training.features.source import LiveFeatures
+from headstart.training.features.source import LiveFeatures, open_backbone
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 
@@ -72,7 +71,7 @@ class InProcess:
         }
 
     def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
-        """See `Responder`. Conversations that have started go first."""
+        """Yield each item when it is no longer pending (see `Endpoint.respond`). Conversations that have started go first."""
         for temperature in dict.fromkeys(self.settings.temperatures):
             waiting = deque(item for item in items if item.temperature(self.settings, self.seed) == temperature)
             yield from self._respond(waiting, temperature, wrote)

@@ -16,8 +16,8 @@ from typing import Any
 from headstart.chat.conversation import Trace
 from headstart.chat.messages import ASSISTANT, Message, is_learned, prompt_length
 from headstart.support.files import value_hash
-from headstart.training.data.columns import find_column
 from headstart.training.data.rows import Row
+from headstart.training.data.samples import find_column
 from headstart.training.recipe.recipe import Data, Regenerate
 
 ERRORS = {
@@ -52,7 +52,6 @@ def failure(error: str, detail: str = "") -> Response:
 
 
 def _hashed(*parts: object) -> int:
-    """Return 64 bits that depend on all parts."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big")
 
 

@@ -98,7 +98,6 @@ class PartialFile:
         return self.counts["rows"]
 
     def _remove(self) -> None:
-        """Remove the partial file and its lock."""
         self.path.unlink()
         self.lock_path.unlink(missing_ok=True)
 
@@ -146,7 +145,6 @@ class PartialFile:
                 )
 
     def _count(self, line: Line, offset: int) -> None:
-        """Update offsets and counts for a row of the file."""
         self.offsets[line["row"]] = offset
         self.counts.update(turns=line["turns"], tokens=line["tokens"], rows=line["result"] is not None)
         if line["error"]:

@@ -9,18 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any
 
 from headstart.chat.messages import shortened
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import progress
-from headstart.training.data.columns import say_unread, sound_rows
+from headstart.training.data.data import say_unread, sound_rows
 from headstart.training.data.rows import read_rows
 from headstart.training.data.tokenise import begun_at, chat_settings, now
 from headstart.training.features.caching import open_kept, write_cache
-from headstart.training.features.kept import KeptFeatures
+from headstart.training.features.served import KeptFeatures
 from headstart.training.recipe.recipe import Data, Recipe, to_dict
 from headstart.training.recipe.sections import Dataset
 from headstart.training.regenerate.endpoint import Endpoint
@@ -34,24 +34,11 @@ SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "unfinished")
 """Keys of ``regenerate`` that responses depend on; batch size, heads and concurrency affect only the speed."""
 
 
-class Responder(Protocol):
-    """Source of responses."""
-
-    def dependencies(self) -> dict[str, Any]:
-        """Return the dependencies of responses besides prompts, seed and sampling, by name."""
-
-    def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
-        """Yield each item when it is no longer pending, in any order. ``wrote`` is called with the number of tokens written meanwhile."""
-
-    def report(self) -> dict[str, Any]:
-        """Return statistics for the report."""
+Responder = InProcess | Endpoint
 
 
 def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]:
-    """Write the recipe's new dataset, resuming from a partial file if any; returns the report for ``--json``. Raises UserError.
-
-    ``compile_first``: compile what decoding on a CPU lacks, before the first answer.
-    """
+    """Write the new dataset, or go on with it; returns the report. ``compile_first``: what decoding on a CPU lacks. Raises UserError."""
     settings = recipe.regenerate
     if settings.out is None:
         raise UserError("regenerate.out is not set; name the file to write, as in regenerate.out=data/answers.jsonl")
@@ -110,7 +97,6 @@ def _responder(recipe: Recipe, keeper: KeptFeatures | None, compile_first: bool)
 
 
 def _of_answers(recipe: Recipe, out: str) -> Recipe:
-    """Return the recipe that trains on the answers."""
     data = recipe.data.model_copy(update={"train": [Dataset(path=out)], "format": "auto", "column": None, "columns": None})
     return recipe.model_copy(update={"data": data})
 

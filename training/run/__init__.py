@@ -1,1 +1,1 @@
-"""A training run: per-drafter trainers, optimizer, schedule, checkpoints, sharding."""
+"""A training run: per-drafter trainers, optimizer, schedule, checkpoints, processes, log."""

@@ -38,14 +38,19 @@ from headstart.support.json_text import flattened, parse_json
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.run.optimizer import Average
-from headstart.training.run.sharding import distribute_like, full_tensor
+from headstart.training.run.processes import distribute_like, full_tensor
+
+FORMAT = 4
+"""Version of the content of ``state.json`` and of the tensors' names."""
+MAY_DIFFER = (
+    "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
+    "cache.dir", "cache.shard_mb", "cache.between_epochs", "data.images", "data.template_time", "data.processes",
+)  # fmt: skip
+"""Recipe keys that may change on resuming, since they do not affect the optimiser steps."""
 
 
 def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:
-    """Return the provenance that is constant during a run: recipe, tokenizer, chat template, command, commit and versions.
-
-    ``ends``: the tokens at which the backbone's decoding stops.
-    """
+    """Return the provenance that is constant during a run. ``ends``: the tokens at which the backbone's decoding stops."""
     chat = chat_settings(recipe.data, ends)
     return {
         "recipe": to_dict(recipe),
@@ -73,15 +78,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit + ("-dirty" if changed else "")
-
-
-FORMAT = 4
-"""Version of the content of ``state.json`` and of the tensors' names."""
-MAY_DIFFER = (
-    "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
-    "cache.dir", "cache.shard_mb", "cache.between_epochs", "data.images", "data.template_time", "data.processes",
-)  # fmt: skip
-"""Recipe keys that may change on resuming, since they do not affect the optimiser steps."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +118,7 @@ def add_results(save_dir: Path, step: int, results: Mapping[str, dict[str, Any]]
 
 
 def find_state(save_dir: Path) -> Path | None:
-    """Return the folder of the newest intact state; None if there is no state.
-
-    Warns about damaged states. Raises UserError if all are damaged.
-    """
+    """Return the folder of the newest intact state, with a warning for each damaged one; None without states. Raises UserError."""
     folders = _steps(save_dir)
     for i, folder in enumerate(folders):
         fault = _fault(folder)
@@ -173,20 +166,12 @@ def pack(
 
 
 def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
-    """Load the drafter's weights and its draft vocabulary."""
+    """Load the drafter's weights and its draft vocabulary, and the backbone's adapter."""
     drafter.load_tensors(without_prefix(tensors, "drafter/"))
-
-
-def unpack_adapter(adapter: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Load the backbone's adapter."""
-    saved = without_prefix(tensors, "adapter/")
+    adapter, saved = drafter.backbone.trainable, without_prefix(tensors, "adapter/")
     assert saved.keys() == adapter.keys()
     for name, weight in adapter.items():
         weight.detach().copy_(saved[name])
-
-
-def unpack_average(average: Average, tensors: dict[str, Tensor]) -> None:
-    average.load(without_prefix(tensors, "average/"))
 
 
 def unpack_optimizer(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -211,7 +196,6 @@ def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]
 
 
 def _steps(save_dir: Path) -> list[Path]:
-    """Return the folders of saved states, newest first."""
     return sorted((save_dir / "state").glob("step-*"), reverse=True)
 
 
@@ -236,5 +220,4 @@ def _write_content(file: Path, content: dict[str, Any]) -> None:
 
 
 def _content_hash(content: dict[str, Any]) -> str:
-    """A hash of ``state.json`` without its hash."""
     return value_hash({key: value for key, value in json.loads(json.dumps(content)).items() if key != "hash"})

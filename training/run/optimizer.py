@@ -21,7 +21,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.training.recipe.recipe import Train
 from headstart.training.recipe.sections import Lora
-from headstart.training.run.sharding import distribute_like, gather_like, to_local
+from headstart.training.run.processes import distribute_like, gather_like, to_local
 
 
 class Average:
@@ -140,10 +140,7 @@ def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], step
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW as one optimizer with common parameter groups and state.
-
-    ``input_sizes``: by the place of a matrix, the sizes of the equally wide parts of its columns (`Drafter.input_sizes`).
-    """
+    """Muon and AdamW as one optimizer with common groups and state. ``input_sizes``: place of a matrix -> its `Drafter.input_sizes`."""
 
     def __init__(
         self, matrices: list[nn.Parameter], others: list[dict[str, Any]], train: Train, input_sizes: Mapping[int, list[float]]

@@ -1,11 +1,21 @@
-"""How new drafters start: trained heads (``drafter.init``), draft vocabularies, and values fitted to the training text."""
+"""What drafters start with: values in place of ``auto``, trained heads (``drafter.init``), draft vocabularies, and values fitted to the
+training text.
+
+``auto`` stands for values that depend on the drafter, the steps and the length of the run. The rule was fitted to sweeps over backbones of
+width 64 to 384, in runs of 59 to 6,000 steps (docs/defaults.md). Wider drafters and longer runs follow the same exponents, which is an
+extrapolation.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import is_bf16_available, parse_flag_from_env
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
@@ -13,17 +23,96 @@ from headstart.heads.checkpoint import read_metadata, require_sizes
 from headstart.heads.warm_start import WarmStart, read_warm_start, require_kind
 from headstart.support.errors import UserError
 from headstart.support.terminal import progress
+from headstart.training.data.batches import FORWARD_TOKENS, batches_by_length, collate
 from headstart.training.data.data import LabelCounts, most_frequent
-from headstart.training.data.packing import FORWARD_TOKENS, batches_by_length, collate
-from headstart.training.data.sample import Sample
-from headstart.training.features.source import FeatureSource
-from headstart.training.features.supplement import chosen_texts
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.sharding import is_sharded
+from headstart.training.data.samples import Sample
+from headstart.training.features.source import FeatureSource, dtype_in_training, read_config
+from headstart.training.recipe.recipe import Recipe, Train, split_drafter
+from headstart.training.run.processes import is_sharded
 
+WIDTH, STEP_TOKENS, STEPS = 128, 512, 300
+"""The size of run at which the learning rate is `PEAK`."""
+LONG = 1000
+"""Steps from which on the rate falls more slowly."""
+PEAK = {"muon": 1e-2, "adamw": 5e-3}
+WIDTH_EXPONENT, TOKENS_EXPONENT, STEPS_EXPONENT, LONG_EXPONENT = -1.0, 0.25, -0.5, -0.25
+HIGHEST = 3e-2
+FEW_STEPS, ENOUGH_STEPS = 300, 600
+"""A run of fewer steps than the first learns much more from the same text in as many as the second (measured with EAGLE-3)."""
+ADAPTED = 0.3
+"""Factor of the learning rate where training goes on from weights that were trained before."""
+AUTO = "auto"
 CPU_POSITIONS = 1024
 """Positions of a forward pass on a CPU, where more bring no speed and would show progress seldom."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Values in place of ``auto`` by dotted key, and what they follow from. Saved with a run, so that resuming it keeps them."""
+
+    values: dict[str, float | str]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{', '.join(f'{key}={value}' for key, value in self.values.items())} (auto: {self.reason})"
+
+    def put_into(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with these values."""
+        values = {key.removeprefix("train."): value for key, value in self.values.items()}
+        return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})
+
+
+def choose(recipe: Recipe, drafter: Drafter, step_tokens: float, steps: int) -> Chosen:
+    """Choose what a drafter's recipe leaves to ``auto``; nothing if it names all values.
+
+    ``step_tokens``: mean number of tokens of an optimizer step, padding excluded; ``steps``: optimizer steps of the run.
+    """
+    values: dict[str, float | str] = {}
+    adapted = drafter.pretrained or split_drafter(recipe.drafter)[0].init is not None
+    reason = f"width {drafter.width:,}, {steps:,} steps of about {step_tokens:,.0f} tokens"
+    if recipe.train.lr == AUTO:
+        optimizer = recipe.train.chosen_optimizer
+        values = {"train.optimizer": optimizer, "train.lr": learning_rate(optimizer, drafter.width, step_tokens, steps, adapted)}
+        reason += ", weights that were trained before" if adapted else ""
+    ratio = drafter.readout_lr_ratio if recipe.train.chosen_optimizer == "muon" and not drafter.frozen() else 1.0
+    if recipe.train.readout_lr_ratio == AUTO and ratio != 1.0:
+        values["train.readout_lr_ratio"] = ratio
+    return Chosen(values, reason)
+
+
+def with_precision(recipe: Recipe) -> Recipe:
+    """Return the recipe with ``train.precision: auto`` resolved, before anything is loaded: an `Accelerator` has to be made with it."""
+    if recipe.train.precision != AUTO:
+        return recipe
+    device = None if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.accelerator.current_accelerator()
+    dtype = dtype_in_training(recipe.backbone, read_config(recipe.backbone), device or torch.device("cpu"))
+    train = recipe.train.model_copy(update={"precision": autocast_name(recipe.train.precision, dtype)})
+    return recipe.model_copy(update={"train": train})
+
+
+def autocast_name(precision: str, backbone: torch.dtype) -> str:
+    """Return ``train.precision`` with ``auto`` resolved; ``backbone``: the dtype that the backbone is loaded in."""
+    if precision != AUTO:
+        return precision
+    return "bf16" if backbone in (torch.bfloat16, torch.float16) and is_bf16_available() else "no"
+
+
+def learning_rate(optimizer: str, width: int, step_tokens: float, steps: int, adapted: bool = False) -> float:
+    """Return the peak learning rate with two significant digits."""
+    rate = PEAK[optimizer] * (width / WIDTH) ** WIDTH_EXPONENT
+    rate *= (step_tokens / STEP_TOKENS) ** TOKENS_EXPONENT
+    rate *= (min(steps, LONG) / STEPS) ** STEPS_EXPONENT * (max(steps, LONG) / LONG) ** LONG_EXPONENT
+    return float(f"{min(rate, HIGHEST) * (ADAPTED if adapted else 1.0):.2g}")
+
+
+def advice(train: Train, steps: int, processes: int) -> str | None:
+    """Return what to set for more and smaller steps over the same text, where a run has few and ``train.steps`` is not given; else None."""
+    unit = math.lcm(processes, train.micro_batch or 1)
+    size = max(train.batch_size * steps // ENOUGH_STEPS // unit, 1) * unit
+    if train.steps is not None or steps >= FEW_STEPS or size >= train.batch_size:
+        return None
+    more = steps * train.batch_size // size
+    return f"{steps:,} steps are few: train.batch_size={size} makes {more:,} of the same text, and heads learn more from it"
 
 
 def require_starts(recipe: Recipe) -> Recipe:
@@ -50,7 +139,7 @@ def read_starts(recipe: Recipe, drafters: Mapping[str, Drafter]) -> dict[str, Wa
     return starts
 
 
-def choose_vocabularies(drafters: Mapping[str, Drafter], counts: LabelCounts) -> None:
+def set_vocabularies(drafters: Mapping[str, Drafter], counts: LabelCounts) -> None:
     """Set the draft vocabularies to the most frequent tokens of the training data."""
     for drafter in drafters.values():
         if drafter.vocabulary is not None:
@@ -58,10 +147,7 @@ def choose_vocabularies(drafters: Mapping[str, Drafter], counts: LabelCounts) ->
 
 
 def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features: FeatureSource, accelerator: Accelerator) -> list[str]:
-    """Let new drafters fit their start values to texts of the training data; returns lines for the log, in the main process.
-
-    The main process does so for all; with a sharded backbone, all read the texts together.
-    """
+    """Let new drafters fit start values to texts, in the main process, or all if the backbone is sharded; returns lines for the log."""
     lines: list[str] = []
     fresh = [drafter for drafter in drafters if drafter.start_positions]
     if fresh and (accelerator.is_main_process or is_sharded(fresh[0].backbone)):
@@ -77,9 +163,15 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features:
 
 @torch.no_grad()
 def _features(drafter: Drafter, samples: Sequence[Sample], source: FeatureSource, shown: bool) -> Iterator[Features]:
-    """Read as many texts as the drafter asks for."""
     chosen = chosen_texts(samples, drafter.start_positions)
     with progress("fitting start values", "token", sum(len(samples[i].tokens) for i in chosen), shown) as bar:
         for indices in batches_by_length(samples, chosen, CPU_POSITIONS if drafter.backbone.device.type == "cpu" else FORWARD_TOKENS):
             yield source.read(collate(samples, [[i] for i in indices]).to(drafter.backbone.device))
             bar.update(sum(len(samples[i].tokens) for i in indices))
+
+
+def chosen_texts(samples: Sequence[Sample], positions: int) -> list[int]:
+    """Return the samples of about so many positions that start values are fitted to: of a mix, some of each part."""
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
+    before = accumulate((len(samples[i].tokens) - 2 for i in order), initial=0)  # whose neighbours are known too
+    return [i for i, count in zip(order, before, strict=False) if count < positions]

@@ -14,12 +14,10 @@ from torch import nn
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
-from headstart.training.data.packing import Batch
-from headstart.training.features.on_policy import FeaturesWithCache
-from headstart.training.features.source import FeatureSource, LiveFeatures
-from headstart.training.objective.anchors import StepKey, sample_anchors
+from headstart.training.data.batches import Batch
+from headstart.training.features.source import FeatureSource, FeaturesWithCache, LiveFeatures
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import LmLoss, lm_loss
+from headstart.training.objective.loss_rows import LmLoss, StepKey, lm_loss, sample_anchors
 from headstart.training.objective.objective import Sums, objective, on_policy_loss, require_comparable
 from headstart.training.objective.terms import FEATURES
 from headstart.training.recipe.sections import Lora
@@ -27,10 +25,7 @@ from headstart.training.recipe.training import Objective
 
 
 class TrainStep(nn.Module):
-    """Forward and objective of one drafter.
-
-    Raises UserError for a loss term that this drafter does not support.
-    """
+    """Forward and objective of one drafter. Raises UserError for a loss term that this drafter does not support."""
 
     def __init__(self, drafter: Drafter, settings: Objective, compiled: bool = False) -> None:
         super().__init__()
@@ -91,10 +86,7 @@ class JointStep(nn.Module):
 
 
 def recompute(drafter: Drafter) -> None:
-    """Enable gradient checkpointing of the drafter and, if it is trained, of the backbone, beside which a drafter may do without.
-
-    Raises UserError if neither supports it.
-    """
+    """Enable gradient checkpointing of the drafter and of a trained backbone, beside which a drafter may do without. Raises UserError."""
     drafter.backbone.recomputing = bool(drafter.backbone.trainable)
     try:
         drafter.recompute()

@@ -25,18 +25,16 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.support.devices import not_compilable
 from headstart.support.errors import UserError
-from headstart.training.data.packing import Batch
+from headstart.training.data.batches import Batch
 from headstart.training.features.source import FeatureSource
-from headstart.training.log.log import Meter, Result
-from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.loss_rows import StepKey
 from headstart.training.objective.objective import Sums
-from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
-from headstart.training.run.defaults import Chosen
+from headstart.training.recipe.recipe import Recipe, split_drafter
+from headstart.training.run.checkpoint import pack, unpack_optimizer, without_prefix
+from headstart.training.run.log import Meter, Result
 from headstart.training.run.optimizer import Average, adapter_rise, build_optimizer, in_place_of_weights, learning_rate
-from headstart.training.run.processes import any_of
-from headstart.training.run.sharding import full_tensor, is_sharded, keep_gathered, to_local
+from headstart.training.run.processes import any_of, full_tensor, is_sharded, keep_gathered, to_local
+from headstart.training.run.start import Chosen
 from headstart.training.run.step import JointStep, TrainStep, recompute
 
 
@@ -86,8 +84,7 @@ class DrafterTrainer:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """All trained parameters by their names in the saved state: the drafter's and the backbone adapter's."""
-        return dict(self.drafter.named_parameters()) | _named_adapter(self.drafter.backbone)
+        return trained_parameters(self.drafter)
 
     @property
     def sharded(self) -> bool:
@@ -103,10 +100,7 @@ class DrafterTrainer:
         return rate
 
     def backward(self, inputs: Features | Batch, scale: Tensor, seed: int, last: bool) -> Sums:
-        """Accumulate the gradients of a micro-batch's features (the batch itself if the backbone is trainable).
-
-        Processes synchronise at the ``last`` micro-batch.
-        """
+        """Accumulate the gradients of a micro-batch: its features, or itself if the backbone is trained. The ``last`` one synchronises."""
         set_seed(seed)
         autocast = self.accelerator.autocast() if self.sharded else nullcontext()  # unless sharded, the wrapped module applies autocast
         keep_gathered(self.module, not last)
@@ -194,7 +188,7 @@ class DrafterTrainer:
             **self.results,
             "start": self.start,
             "chosen": asdict(self.chosen),
-            "meter": self.meter.state(),
+            "meter": asdict(self.meter),
             "skipped": [self.skipped, self.consecutive_skips],
             "scaler": None if scaler is None else scaler.state_dict(),
         }
@@ -204,7 +198,7 @@ class DrafterTrainer:
         tensors = without_prefix(tensors, self.prefix)
         unpack_optimizer(self.trained, self.optimizer, tensors)
         if self.average is not None:
-            unpack_average(self.average, tensors)
+            self.average.load(without_prefix(tensors, "average/"))
         self.tau, self.acceptance, self.teacher_forced = progress["tau"], progress.get("acceptance"), progress.get("teacher_forced")
         self.start, self.meter = progress["start"], Meter(**progress["meter"])
         self.skipped, self.consecutive_skips = progress["skipped"]
@@ -213,10 +207,7 @@ class DrafterTrainer:
 
 
 def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
-    """Build a recipe's drafter, in fp32 on the backbone's device.
-
-    It is initialised with the recipe's seed if ``fresh``, else without weights, which must be loaded.
-    """
+    """Build a recipe's drafter in fp32 on the backbone's device: initialised with the recipe's seed if ``fresh``, else without weights."""
     set_seed(recipe.seed)
     options, arguments = split_drafter(recipe.drafter)
     make = build_drafter if fresh else construct_drafter
@@ -238,10 +229,10 @@ def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: 
         step = JointStep(source, drafter, recipe.objective, lora, recipe.train.compile)
     optimizer = build_optimizer(drafter, recipe.train, adapter.values(), 1.0 if lora is None else lora.lr_ratio)
     module, optimizer = accelerator.prepare(step, optimizer)
-    trained = dict(drafter.named_parameters()) | _named_adapter(drafter.backbone)
-    average = None if recipe.train.ema_decay is None else Average(trained, recipe.train.ema_decay)
+    average = None if recipe.train.ema_decay is None else Average(trained_parameters(drafter), recipe.train.ema_decay)
     return DrafterTrainer(name, recipe, accelerator, drafter, module, optimizer, average)
 
 
-def _named_adapter(backbone: Backbone) -> dict[str, nn.Parameter]:
-    return {f"adapter/{name}": weight for name, weight in backbone.trainable.items()}
+def trained_parameters(drafter: Drafter) -> dict[str, nn.Parameter]:
+    """Return all trained parameters by their names in the saved state: the drafter's and the backbone adapter's."""
+    return dict(drafter.named_parameters()) | {f"adapter/{name}": weight for name, weight in drafter.backbone.trainable.items()}

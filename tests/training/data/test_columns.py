@@ -13,8 +13,8 @@ from tokenised import make_samples
 
 from headstart.chat.messages import read_messages
 from headstart.support.errors import UserError
-from headstart.training.data.columns import find_column, sound_rows
-from headstart.training.data.data import load_data
+from headstart.training.data.data import load_data, sound_rows
+from headstart.training.data.samples import find_column
 from headstart.training.recipe.recipe import Data
 
 QWEN_25 = shapes()["qwen2.5"]

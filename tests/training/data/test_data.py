@@ -14,9 +14,8 @@ from tokenised import make_samples
 
 from headstart.support.errors import UserError
 from headstart.training.data import rows as rows_module
-from headstart.training.data.batch_sampler import epoch_order
+from headstart.training.data.batches import collate, epoch_order
 from headstart.training.data.data import Sample, count_labels, hold_out, load_data, most_frequent, prompts
-from headstart.training.data.packing import collate
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data, Eval
 

@@ -14,7 +14,7 @@ from test_data import make_tokenizer
 
 from headstart.cli.train import main
 from headstart.support.errors import UserError
-from headstart.training.data.batch_sampler import BatchSampler, Mix
+from headstart.training.data.batches import BatchSampler, Mix
 from headstart.training.data.data import Sample, load_data
 from headstart.training.features.caching import write_cache
 from headstart.training.recipe.recipe import Data, Train, load_recipe, to_dict, to_yaml

@@ -20,9 +20,8 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
-from headstart.training.data.batch_sampler import BatchSampler, samples_hash
+from headstart.training.data.batches import Batch, BatchSampler, collate, pack, samples_hash
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import Batch, collate, pack
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens

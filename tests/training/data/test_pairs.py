@@ -14,8 +14,8 @@ from tokenised import make_samples
 from headstart.chat.prompts import Prompter, read_prompts
 from headstart.cli.main import main
 from headstart.support.errors import UserError
-from headstart.training.data.columns import find_column, sound_rows
-from headstart.training.data.data import load_data
+from headstart.training.data.data import load_data, sound_rows
+from headstart.training.data.samples import find_column
 from headstart.training.recipe.recipe import Data
 from headstart.training.regenerate.items import Completion, Conversation, read_items
 

@@ -13,7 +13,7 @@ from headstart.chat.messages import read_messages
 from headstart.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.training.data.check import compare
-from headstart.training.data.columns import Column
+from headstart.training.data.samples import Column
 from headstart.training.recipe.recipe import Data
 
 

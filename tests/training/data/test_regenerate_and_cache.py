@@ -15,7 +15,7 @@ from vllm_of_states import StatesServer, states_server
 from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.training.data.packing import collate
+from headstart.training.data.batches import collate
 from headstart.training.features.cached import CachedFeatures
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare

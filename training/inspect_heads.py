@@ -22,7 +22,7 @@ from headstart.support.hub import local_or_shipped
 from headstart.support.terminal import labelled
 from headstart.support.text import gigabytes
 from headstart.training.data.data import describe_coverage
-from headstart.training.inspect.recipe import inspect_recipe
+from headstart.training.inspect_recipe import inspect_recipe
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import read_extended
 
@@ -60,7 +60,6 @@ def _steps(folder: Path) -> list[str]:
 
 
 def _tensors(file: Path) -> list[dict[str, Any]]:
-    """Return name, shape, dtype and size of each tensor, from the file's header."""
     try:
         with safe_open(file, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
@@ -108,10 +107,7 @@ def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
 
 
 def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Return the report for ``--json`` and the output to print; ``marks``: mark label tokens with brackets instead of colours.
-
-    Raises UserError if the target is neither a recipe nor a checkpoint.
-    """
+    """Return the report and the output to print; ``marks``: label tokens in brackets, not in colours. Raises UserError."""
     path = local_or_shipped(target)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         report, screen = inspect_recipe(load_recipe(target, overrides), row, marks)

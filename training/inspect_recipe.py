@@ -30,10 +30,10 @@ from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.errors import UserError
 from headstart.support.terminal import Section, labelled, page
 from headstart.support.text import token_texts, visible
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, most_frequent, require_vocabulary
 from headstart.training.data.kept import Splits
-from headstart.training.data.sample import Sample
+from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.source import require_packable
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
@@ -43,6 +43,9 @@ LABEL, CONTEXT, SPECIAL = "green", "dim", "reverse"
 """Styles of label, context and special tokens."""
 BRACKETS = "⟦", "⟧"
 """Marks of label tokens in output without colours."""
+PERCENTILES = (0, 10, 50, 90, 99, 100)
+BINS, BAR_WIDTH = 8, 40
+"""Number of bins of the length histogram, and its width in characters."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,11 @@ def sample_page(report: dict[str, Any], recipe: str) -> str:
         "<p><span class=a>label</span> the model writes it: trained on &nbsp; <span class=soft>prompt</span> the model reads it before it"
         ' answers &nbsp; <span class="soft unused">neither</span> after the last label: read, and not trained on</p>'
     )
-    spans = [_span(token, "a" if token["loss"] else "soft" if i < last else "soft unused") for i, token in enumerate(tokens)]
+    parts = ["a" if token["loss"] else "soft" if i < last else "soft unused" for i, token in enumerate(tokens)]
+    span = Markup('<span class="{}" title="{}">{}</span>')
+    spans = [
+        span.format(f"{part}{' special' * one['special']}", one["token"], one["text"]) for part, one in zip(parts, tokens, strict=True)
+    ]
     about = "What is trained on, token by token; the id of a token is shown where the pointer rests on it."
     text = Markup("<div class=text>{}</div>").format(Markup("").join(spans))
     check = [data["check"]["said"]] if data["check"] else []
@@ -98,16 +105,6 @@ def _said(image: dict[str, Any]) -> str:
 def _inline(name: str) -> str:
     data = "" if name.startswith("data:") else base64.b64encode(Path(name).expanduser().read_bytes()).decode()
     return f"data:{mimetypes.guess_type(name)[0]};base64,{data}" if data else name
-
-
-def _span(token: dict[str, Any], part: str) -> Markup:
-    special = " special" if token["special"] else ""
-    return Markup('<span class="{}" title="{}">{}</span>').format(part + special, token["token"], token["text"])
-
-
-PERCENTILES = (0, 10, 50, 90, 99, 100)
-BINS, BAR_WIDTH = 8, 40
-"""Number of bins of the length histogram, and its width in characters."""
 
 
 def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:

@@ -1,8 +1,12 @@
-"""The rows of each optimiser step, and this process's share of them.
+"""Batches: rows of one or several samples, the rows of each optimiser step, and this process's share of them.
 
-Both depend on the step alone: there is no state to save, and a resumed run or another number of processes reads the same data.
-Batches may span epochs, so every step has ``batch_size`` rows. A row is one sample or, packed, as many as fit ``row_length`` tokens;
-samples are packed differently in every epoch. Which samples an epoch has is said by the mix (training/data/batch_sampler.py).
+A sample is a document. A row holds one document or, packed, as many as fit ``row_length`` tokens; documents are never split here. Those of
+a packed row are independent: positions restart at 0, and no position attends to another document.
+
+Which rows a step reads depends on the step alone: there is no state to save, and a resumed run or another number of processes reads the
+same data. Batches may span epochs, so every step has ``batch_size`` rows; samples are packed differently in every epoch.
+
+Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
@@ -11,17 +15,103 @@ import hashlib
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from headstart.chat.images import ImageFile
+from headstart.support.errors import UserError
 from headstart.support.files import value_hash
-from headstart.training.data.packing import Batch, collate, empty_batch, pack
-from headstart.training.data.sample import Sample
+from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.recipe.recipe import Train
+
+FORWARD_TOKENS = 8192
+"""Positions of a forward pass over a batch of samples, padding included."""
+Row = list[int]
+"""Indices of the row's samples."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows padded on the right with token 0 and document -1."""
+
+    tokens_BT: Tensor
+    loss_mask_BT: Tensor
+    document_BT: Tensor
+    """Document index of each position: 0, 1, ... along a row."""
+    members: tuple[tuple[int, ...], ...]
+    """Indices of each row's samples, in order."""
+    images: tuple[tuple[tuple[ImageFile, ...], ...], ...] = ()
+    """Of each row's samples."""
+
+    @property
+    def packed(self) -> bool:
+        """True if a row holds several documents."""
+        return any(len(row) > 1 for row in self.members)
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.tokens_BT.to(device), self.loss_mask_BT.to(device), self.document_BT.to(device), self.members, self.images)
+
+
+def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
+    """Make a batch of rows, each given by the indices of its samples."""
+    tokens = [torch.cat([samples[i].tokens for i in row]) for row in rows]
+    loss_mask = [torch.cat([samples[i].loss_mask for i in row]) for row in rows]
+    document = [torch.cat([torch.full_like(samples[i].tokens, number) for number, i in enumerate(row)]) for row in rows]
+    return Batch(
+        pad_sequence(tokens, batch_first=True),
+        pad_sequence(loss_mask, batch_first=True),
+        pad_sequence(document, batch_first=True, padding_value=-1),
+        tuple(tuple(row) for row in rows),
+        tuple(tuple(samples[i].images for i in row) for row in rows),
+    )
+
+
+def empty_batch(length: int) -> Batch:
+    """Make a batch of one row of padding, for a process with fewer micro-batches than others."""
+    tokens_1T = torch.zeros(1, length, dtype=torch.int64)
+    return Batch(tokens_1T, torch.zeros_like(tokens_1T, dtype=torch.bool), torch.full_like(tokens_1T, -1), ((),))
+
+
+def batches_by_length(samples: Sequence[Sample], indices: Iterable[int], positions: int = FORWARD_TOKENS) -> Iterator[list[int]]:
+    """Group samples of similar length, by their indices, into batches of so many positions, padding included."""
+    batch: list[int] = []
+    for i in sorted(indices, key=lambda i: len(samples[i].tokens)):
+        if batch and (len(batch) + 1) * len(samples[i].tokens) > positions:
+            yield batch
+            batch = []
+        batch.append(i)
+    yield batch
+
+
+def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[list[int]]:
+    """Pack samples into rows by best-fit decreasing: longest first, into the fullest row with room; ``order`` (shuffled) breaks ties."""
+    rows: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(row_length + 1)]
+    """Number of free tokens -> rows with exactly that many."""
+    rooms = 0  # bit r is set if by_room[r] is not empty, to find the smallest sufficient room with bit operations
+    for index in sorted(order, key=lambda i: -lengths[i]):
+        length = lengths[index]
+        if length > row_length:
+            raise UserError(
+                f"a sample of {length} tokens does not fit a row of {row_length}; raise data.max_length or set data.overlong=split"
+            )
+        fitting = rooms >> length
+        room = length + (fitting & -fitting).bit_length() - 1 if fitting else row_length
+        row = by_room[room].pop() if fitting else len(rows)
+        if fitting and not by_room[room]:
+            rooms ^= 1 << room
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        by_room[room - length].append(row)
+        rooms |= 1 << (room - length)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -29,8 +119,7 @@ class Mix:
     """Which samples an epoch reads: all of them once, or, where the datasets have weights, samples of each by its weight.
 
     An epoch of a mix has as many samples as the datasets have together. Each dataset fills its share from shuffled passes over its
-    samples, one after another across epochs, so no sample comes again before all samples of its dataset have been read. All is a function
-    of the epoch and the seed: nothing is saved, and a resumed run or another number of processes reads the same samples.
+    samples, one after another across epochs, so no sample comes again before all samples of its dataset have been read.
     """
 
     names: tuple[str, ...]
@@ -58,11 +147,6 @@ class Mix:
         random.Random(f"{seed}/mix/{epoch}").shuffle(indices)
         return indices
 
-    @cached_property
-    def digest(self) -> str:
-        """Hash of what, beside the samples and the seed, determines the order."""
-        return value_hash([self.sizes, self.weights])
-
     def __str__(self) -> str:
         each = zip(self.names, self.shares, self.counts, self.sizes, strict=True)
         return ", ".join(f"{name} {share:.1%} ({count / size:.2g} passes an epoch)" for name, share, count, size in each)
@@ -82,10 +166,6 @@ def _stream(size: int, start: int, count: int, seed: str) -> Sequence[int]:
         number, place = divmod(start + len(picked), size)
         picked += epoch_order(size, number, seed)[place : place + count - len(picked)]
     return picked
-
-
-Row = list[int]
-"""Indices of the row's samples."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +198,9 @@ class BatchSampler:
     @cached_property
     def _epoch(self) -> Callable[[int], list[Row]]:
         """The rows of an epoch, in order; those of two are kept, since a step may span both."""
-        return lru_cache(2)(self._make)
+        return lru_cache(2)(self._rows_of)
 
-    def _make(self, epoch: int) -> list[Row]:
+    def _rows_of(self, epoch: int) -> list[Row]:
         indices = epoch_order(len(self.samples), epoch, self.seed) if self.mix is None else self.mix.order(epoch, self.seed)
         if self.row_length is None:
             return [[index] for index in indices]
@@ -156,21 +236,17 @@ class BatchSampler:
     def local_batches(self, step: int, device: torch.device) -> Iterator[Batch]:
         """Yield this process's micro-batches of the step."""
         batches = self.local_rows(step)
-        for _ in range(self._most_batches - len(batches) if self.equal_counts else 0):
-            yield empty_batch(MIN_TOKENS).to(device)
+        if self.equal_counts:
+            most = -(-self.train.batch_size // self.processes)  # rows of the first process; no process has more
+            for _ in range(-(-most // (self.train.micro_batch or most)) - len(batches)):
+                yield empty_batch(MIN_TOKENS).to(device)
         for rows in batches:
             yield collate(self.samples, rows).to(device)
-
-    @property
-    def _most_batches(self) -> int:
-        """Micro-batches per step of the first process; no process has more."""
-        rows = -(-self.train.batch_size // self.processes)
-        return -(-rows // (self.train.micro_batch or rows))
 
     @cached_property
     def samples_hash(self) -> str:
         """Hash of all samples, in order, and of the mix; with the recipe it determines the data of each step."""
-        return samples_hash(self.samples) + (f" mix {self.mix.digest}" if self.mix is not None else "")
+        return samples_hash(self.samples) + (f" mix {value_hash([self.mix.sizes, self.mix.weights])}" if self.mix is not None else "")
 
 
 def samples_hash(samples: list[Sample]) -> str:

@@ -68,7 +68,6 @@ def _recipe(log: Iterable[Line]) -> Line:
 
 
 def _latest(logs: Mapping[str, list[Line]]) -> Table:
-    """The latest values of each head of each run."""
     rows: list[list[str]] = []
     for path, log in logs.items():
         recipe, lines = _recipe(log), [line for line in log if "loss" in line or "tau" in line]

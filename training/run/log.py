@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,8 @@ def require_trackers(recipe: Recipe) -> None:
 
 def start_trackers(recipe: Recipe, done: int, wandb_id: str | None = None) -> list[GeneralTracker]:
     """Start the recipe's trackers and log the recipe. ``done``: optimiser steps before this start; ``wandb_id``: the run's in W&B."""
-    trackers: list[GeneralTracker] = []
-    if recipe.log.wandb != "off":
-        trackers.append(_start_wandb(recipe, wandb_id))
-    if recipe.log.tensorboard:
-        trackers.append(_start_tensorboard(recipe, done))
-    return trackers
+    started: list[GeneralTracker] = [] if recipe.log.wandb == "off" else [_start_wandb(recipe, wandb_id)]
+    return started + ([_start_tensorboard(recipe, done)] if recipe.log.tensorboard else [])
 
 
 def log_examples(tracker: GeneralTracker, step: int, name: str, examples: list[dict[str, Any]]) -> None:
@@ -149,21 +145,15 @@ class Meter:
 
     def record(self) -> dict[str, Any]:
         """Return means, with accuracy and expected acceptance rate (alpha) per depth; loss and norm are None if all steps were skipped."""
-        backbone = {name: value / self.joint for name, value in (("lm_loss", self.lm_loss), ("lm_kl", self.lm_kl)) if value}
-        return (
-            {
-                "loss": self.loss / self.steps if self.steps else None,
-                "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
-                "alpha": [round(x / max(n, 1.0), 5) for x, n in zip(self.alpha_K, self.count_K, strict=True)],
-                "grad_norm": self.grad_norm / self.steps if self.steps else None,
-                "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
-            }
-            | backbone
-            | ({"skipped": self.skipped} if self.skipped else {})
-        )
-
-    def state(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            "loss": self.loss / self.steps if self.steps else None,
+            "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
+            "alpha": [round(x / max(n, 1.0), 5) for x, n in zip(self.alpha_K, self.count_K, strict=True)],
+            "grad_norm": self.grad_norm / self.steps if self.steps else None,
+            "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+            **{name: value / self.joint for name, value in (("lm_loss", self.lm_loss), ("lm_kl", self.lm_kl)) if value},
+            **({"skipped": self.skipped} if self.skipped else {}),
+        }
 
 
 class Log:

@@ -1,1 +1,0 @@
-"""``headstart inspect``: show the contents of a recipe or checkpoint."""

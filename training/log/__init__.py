@@ -1,1 +1,0 @@
-"""Reporting of a training run: log, evaluation, trackers, HTML report."""
