@@ -32,7 +32,6 @@ from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
 from headstart.cli.loading import backbone_name
 from headstart.cli.main import Guard
 from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.heads.backbone.shipped import resolve
 from headstart.inference.bench.bench import Plan, compare, those_that_fit
 from headstart.inference.bench.judging import FAULT, name, sentence
 from headstart.inference.bench.systems import AR
@@ -42,7 +41,7 @@ from headstart.serving.verify import vllm
 from headstart.support.devices import NAMES, dtype_name
 from headstart.support.errors import UserError, cause
 from headstart.support.files import require_writable, write_json, write_text
-from headstart.support.hub import find_folder
+from headstart.support.hub import find_folder, resolve
 
 ROOT = Path(__file__).parents[1]
 HEADS, PROMPTS = "smollm2", ROOT / "recipes" / "smollm2" / "measure.jsonl"

@@ -28,8 +28,7 @@ from headstart.heads.kv.draft_cache import DraftCache
 from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.block_attention import lay_out, seen_elements
 from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, rotary_at
-from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
-from headstart.heads.layers.start_values import probe, start_fusion, start_normed, tap_sizes
+from headstart.heads.layers.start_values import LayerShape, engine_fields, llama_like, probe, start_fusion, start_normed, tap_sizes
 from headstart.support.config import Depth, Layers, Size
 from headstart.support.errors import UserError
 

@@ -19,13 +19,12 @@ from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WE
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.fingerprint import tokenizer_digest
 from headstart.heads.backbone.model_config import end_tokens, read_sizes
-from headstart.heads.backbone.shipped import resolve_heads
 from headstart.heads.base import Drafter
 from headstart.heads.card import FORMAT, METADATA, Card
 from headstart.heads.methods import built_in, construct_drafter, require_weights
 from headstart.support.errors import UserError, notice
 from headstart.support.files import atomic, file_hash, flush, settle
-from headstart.support.hub import find_folder, inside
+from headstart.support.hub import find_folder, inside, resolve_heads
 from headstart.support.json_text import fault, read_json
 
 AGAIN = "train or fetch the heads again"

@@ -31,8 +31,7 @@ from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
 from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import Blocks, divide
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, NoInputNormLayer, Rotary
-from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
-from headstart.heads.layers.start_values import layer_weights
+from headstart.heads.layers.start_values import LayerShape, engine_fields, layer_weights, llama_like
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError
 

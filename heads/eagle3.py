@@ -26,8 +26,17 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.eagle import AutoregressiveDrafter
 from headstart.heads.kv.cached_layers import CachedStack
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedLayer, NormedPairLayer, PairLayer, Rotary
-from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
-from headstart.heads.layers.start_values import LinearFit, layer_weights, probe, size_of, start_fusion, tap_sizes
+from headstart.heads.layers.start_values import (
+    LayerShape,
+    LinearFit,
+    engine_fields,
+    layer_weights,
+    llama_like,
+    probe,
+    size_of,
+    start_fusion,
+    tap_sizes,
+)
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError

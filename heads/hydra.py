@@ -30,8 +30,7 @@ from headstart.heads.kv.draft_cache import DraftCache
 from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary
-from headstart.heads.layers.layer_config import llama_like
-from headstart.heads.layers.start_values import layer_weights, probe
+from headstart.heads.layers.start_values import layer_weights, llama_like, probe
 from headstart.heads.medusa import ResBlock
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Layers

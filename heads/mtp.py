@@ -34,8 +34,7 @@ from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
 from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, DecoderLayer, Norm, NormedAttention, Rotary
-from headstart.heads.layers.layer_config import engine_fields, llama_like
-from headstart.heads.layers.start_values import layer_weights
+from headstart.heads.layers.start_values import engine_fields, layer_weights, llama_like
 from headstart.support.config import Depth
 from headstart.support.errors import UserError
 

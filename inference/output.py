@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from headstart.heads.backbone.versions import CACHE
+from headstart.heads.backbone.model_config import CACHE
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import VerifiedTree

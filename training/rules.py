@@ -28,11 +28,10 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.model_config import empty_model
 from headstart.heads.backbone.probes import decoder_layers, layer_kinds
-from headstart.heads.backbone.shipped import EMBEDDED
 from headstart.heads.methods import find_drafter
 from headstart.support.config import parse
 from headstart.support.errors import UserError, notice, waiting
-from headstart.support.hub import local_or_shipped
+from headstart.support.hub import EMBEDDED, local_or_shipped
 from headstart.support.text import gigabytes
 from headstart.training.data.rows import names_file, read_rows
 from headstart.training.features.source import read_config

@@ -22,11 +22,11 @@ from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.images import Images, placeholders
+from headstart.heads.backbone.model_config import cache_argument, say_untested
 from headstart.heads.backbone.probes import additive_mask
-from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.backbone.tree_attention import EXACT_FROM, repeated_tokens, tree_attention
-from headstart.heads.backbone.versions import cache_argument, say_untested
 from headstart.support.errors import UserError, waiting
+from headstart.support.hub import EMBEDDED, resolve
 
 if TYPE_CHECKING:
     from peft import PeftModel

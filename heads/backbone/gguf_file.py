@@ -23,10 +23,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from headstart.heads.backbone.fingerprint import bits_of
-from headstart.heads.backbone.shipped import resolve
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError, cause
-from headstart.support.hub import cut_off, reaching
+from headstart.support.hub import cut_off, reaching, resolve
 from headstart.support.text import gigabytes
 
 if TYPE_CHECKING:

@@ -22,10 +22,9 @@ from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.hooks import replaced_forward
 from headstart.heads.backbone.model_config import INTEGERS, empty_model, load_config, loaded_dtype, quantizing
 from headstart.heads.backbone.probes import decoder_of, find_postprocessing
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.backbone.weight_files import WeightFiles
 from headstart.support.errors import UserError
-from headstart.support.hub import reaching
+from headstart.support.hub import reaching, resolve
 
 LOGIT = 20.0
 """The largest logit of the states that show how logits are made."""

@@ -18,8 +18,8 @@ from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import load_config, loading
-from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
+from headstart.support.hub import resolve
 
 if TYPE_CHECKING:
     from headstart.chat.images import ImageReader

@@ -1,5 +1,5 @@
 """A backbone's configuration, the dtype of its weights, the model that it describes without them, and what is wrong with one that
-transformers cannot load; the tokens at which its decoding stops.
+transformers cannot load; the tokens at which its decoding stops; and what differs between versions of transformers.
 
 Decoding is lossless with respect to the model in its dtype, 8 and 4 bits included: quantized checkpoints, or weights that quanto
 quantizes on loading.
@@ -7,11 +7,14 @@ quantizes on loading.
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -19,16 +22,45 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from packaging.version import Version
+from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, QuantoConfig
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.initialization import no_init_weights
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from headstart.heads.backbone.adapter import ADAPTER_CONFIG
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf
-from headstart.heads.backbone.shipped import EMBEDDED, SMOLLM2, resolve
 from headstart.support.devices import bf16_instructions, torch_dtype
 from headstart.support.errors import UserError, cause
-from headstart.support.hub import cut_off, reaching
+from headstart.support.hub import EMBEDDED, SMOLLM2, cut_off, reaching, resolve
+
+TESTED = "5.24"
+"""The newest minor version that the tests have run with."""
+NAMES = ("cache", "past_key_values", "cache_params")
+CACHE = next(name for name in NAMES if name in GenerateDecoderOnlyOutput.__dataclass_fields__)
+"""The name of the KV cache in the arguments of ``generate`` and of models, and in what they return: from 5.24 on ``cache``. Mamba-2 has
+its own."""
+
+logger = logging.getLogger(__name__)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name under which the model's forward takes a KV cache: a model of one's own may have that of another version."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in NAMES if name in taken), CACHE)
+
+
+@cache
+def say_untested() -> None:
+    """Log, once per process, that transformers is newer than what the tests have run with."""
+    installed = transformers.__version__
+    if Version(installed).release[:2] > Version(TESTED).release:
+        logger.warning(
+            "transformers %s is newer than %s, the newest that headstart was tested with; should anything look wrong, try it with "
+            "pip install 'transformers==%s.*'",
+            installed, TESTED, TESTED,
+        )  # fmt: skip
 
 
 def end_tokens(config: Any) -> tuple[int, ...]:

@@ -15,10 +15,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.backbone.weight_files import weight_files
 from headstart.support.errors import UserError
-from headstart.support.hub import find_folder
+from headstart.support.hub import find_folder, resolve
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the backbone's embedding and output layer that some checkpoints hold for every module."""

@@ -18,8 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 from headstart.heads.backbone.adapter import SHARED, changes_tables, require_alike
 from headstart.heads.backbone.chain_cache import ROUNDING, chain_fault
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.model_config import CACHE
 from headstart.heads.backbone.recurrent import KIND, Branch, Recurrent, find_recurrent
-from headstart.heads.backbone.versions import CACHE
 from headstart.support.errors import UserError, cause
 
 

@@ -18,9 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
-from headstart.support.hub import find_folder, inside
+from headstart.support.hub import find_folder, inside, resolve
 from headstart.support.json_text import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

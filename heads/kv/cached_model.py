@@ -17,9 +17,8 @@ from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import pick
-from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache
+from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache, extend_ancestors, masks_by_kind
 from headstart.heads.kv.rows import RowState, drafted, grown, join_rows, select_rows
-from headstart.heads.kv.tree_mask import extend_ancestors, masks_by_kind
 
 
 @dataclass(frozen=True)

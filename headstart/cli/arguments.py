@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.backbone.shipped import HEADS
 from headstart.support.config import MAX_BATCH, MAX_DEPTH, MAX_NODES, MAX_SEED, MAX_WIDTH, TEMPERATURES, is_temperature, max_threads
+from headstart.support.hub import HEADS
 
 DEBUG = "--debug"
 PROPOSERS = ("suffix", "recycling", "history")

@@ -14,7 +14,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.chat.prompts import Message, Prompter
-from headstart.heads.backbone.versions import CACHE
+from headstart.heads.backbone.model_config import CACHE
 from headstart.inference.engine.request import context_of
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text, said

@@ -15,7 +15,6 @@ from headstart.chat.prompts import Prompter, read_prompts
 from headstart.chat.template import ChatSettings
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
-from headstart.heads.backbone.shipped import EMBEDDED, resolve
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -26,6 +25,7 @@ from headstart.serving.reading import build, layout_of, require_fit, stored_dtyp
 from headstart.support.devices import spread
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, file_hash
+from headstart.support.hub import EMBEDDED, resolve
 from headstart.support.json_text import read_json
 from headstart.support.terminal import progress, watched
 

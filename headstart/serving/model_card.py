@@ -17,7 +17,6 @@ from yaml import YAMLError
 
 from headstart.heads.backbone.adapter import ADAPTER
 from headstart.heads.backbone.gguf_file import SUFFIX, find_gguf
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.checkpoint import recipe_section
 from headstart.inference.bench.systems import ALONE, FIXED
 from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, readers
@@ -26,7 +25,7 @@ from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.reading import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import require_file
-from headstart.support.hub import is_hub_id, reaching
+from headstart.support.hub import is_hub_id, reaching, resolve
 from headstart.support.json_text import log_lines, read_json
 
 UNCHANGED = ("eagle3", "draft_model", "pard")

@@ -15,7 +15,6 @@ from typing import Any
 from huggingface_hub.utils import validate_repo_id
 
 from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import read_metadata
 from headstart.serving.engines import readers
@@ -26,7 +25,7 @@ from headstart.serving.model_card import Heads, bench_figures, model_card, scrub
 from headstart.serving.reading import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash, settle, write_json
-from headstart.support.hub import inside, is_hub_id, upload
+from headstart.support.hub import inside, is_hub_id, resolve, upload
 from headstart.support.json_text import read_json
 
 SAVED = (

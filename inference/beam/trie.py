@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features, join_features
-from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache, ancestors_from_parents
 from headstart.heads.kv.rows import octave_up, whole_steps
-from headstart.heads.kv.tree_mask import ancestors_from_parents
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import graph_size, padded_size
 from headstart.support.pytree import map_tensors

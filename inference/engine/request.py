@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.images import Images
-from headstart.heads.backbone.versions import CACHE
+from headstart.heads.backbone.model_config import CACHE
 from headstart.inference.engine.known_processors import is_by_row, name_of
 from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError

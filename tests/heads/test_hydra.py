@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaModel
 
 from headstart.heads.hydra import Hydra
-from headstart.heads.layers.layer_config import llama_like
+from headstart.heads.layers.start_values import llama_like
 from headstart.heads.methods import build_drafter
 from headstart.inference.contract import chain, part
 from headstart.support.errors import UserError

@@ -16,7 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle3 import Eagle3
-from headstart.heads.layers.layer_config import llama_like
+from headstart.heads.layers.start_values import llama_like
 from headstart.heads.mtp import partial_rotary
 from headstart.inference.engine.judge import Judge, Text
 from headstart.inference.engine.noise import row_seeds

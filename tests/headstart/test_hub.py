@@ -17,10 +17,10 @@ from huggingface_hub import constants
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import load_config, read_end_tokens
-from headstart.heads.backbone.shipped import SMOLLM2
 from headstart.heads.checkpoint import read_metadata
 from headstart.support import errors, hub
 from headstart.support.errors import UserError, waiting
+from headstart.support.hub import SMOLLM2
 from headstart.training.data.rows import read_rows
 
 NAMED: dict[str, tuple[Callable[[str], Any], str, str]] = {

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from headstart.cli.main import COMMANDS
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.methods import build_drafter
+from headstart.support.hub import resolve
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

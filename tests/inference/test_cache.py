@@ -11,9 +11,8 @@ from families import FAMILIES, Scripted, backbone, left_padded, prompts, say, un
 from test_tree import random_tree
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache, masks_by_kind, visible_slots
 from headstart.heads.kv.rows import STEP, grown, put
-from headstart.heads.kv.tree_mask import masks_by_kind, visible_slots
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel

@@ -14,7 +14,7 @@ from transformers import DynamicCache, LogitsProcessorList, StaticCache
 
 from headstart.cli.conversation import Chat, Painter
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.versions import CACHE
+from headstart.heads.backbone.model_config import CACHE
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel

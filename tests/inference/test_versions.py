@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import headstart
 from headstart.heads.backbone import versions
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.versions import CACHE, NAMES, say_untested
+from headstart.heads.backbone.model_config import CACHE, NAMES, say_untested
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 

@@ -27,7 +27,8 @@ class Fault(NamedTuple):
 
 FAULTS = (
     # attention, noise, verification, KV
-    Fault("tree mask off by one", "heads/kv/tree_mask.py", "torch.arange(1, slots + 1,", "torch.arange(slots,", "inference/test_cache.py"),
+    Fault("tree mask off by one", "heads/kv/ragged_cache.py", "torch.arange(1, slots + 1,",
+          "torch.arange(slots,", "inference/test_cache.py"),
     Fault("a sibling's child is accepted", "inference/engine/tree.py",
           "parents[node] == path[-1] and", "parents[node] <= path[-1] and", "inference/test_tree.py"),
     Fault("noise of another position", "inference/engine/noise.py",

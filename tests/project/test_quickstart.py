@@ -11,12 +11,12 @@ import torch
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.shipped import HEADS, resolve, resolve_heads
 from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import measure_tau
 from headstart.support.errors import UserError
+from headstart.support.hub import HEADS, resolve, resolve_heads
 from headstart.training.objective.loss_rows import StepKey
 from headstart.training.recipe.recipe import Objective, Train
 from headstart.training.run.optimizer import build_optimizer

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.methods import build_drafter, methods
 from headstart.serving.engines import ENGINES, TABLE, Support
 from headstart.support.config import dotted_keys
+from headstart.support.hub import resolve
 from headstart.training.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]

@@ -31,10 +31,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.heads.backbone.shipped import resolve
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
-from headstart.support.hub import inside
+from headstart.support.hub import inside, resolve
 from headstart.support.post import Client, Passing, Refusal
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.training import Features

@@ -30,12 +30,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
 from headstart.support.errors import UserError, waiting
+from headstart.support.hub import resolve
 from headstart.training.features.cached import FeaturesBetweenEpochs
 from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import training_step

@@ -33,11 +33,11 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.model_config import attention_kernel, auto_model
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
 from headstart.heads.warm_start import require_kind
 from headstart.support.errors import UserError, cause
+from headstart.support.hub import resolve
 from headstart.training.features.source import dtype_in_training, opens_head_only, read_config, taps_of
 from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Recipe, split_drafter

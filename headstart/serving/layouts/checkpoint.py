@@ -14,11 +14,11 @@ from headstart.heads.backbone.adapter import ADAPTER
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.head_only import load_head_only
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.checkpoint import AGAIN, check_contract, checked_weights, read_metadata, require_sizes
 from headstart.heads.draft_model import DRAFT_DEPTH
 from headstart.support.devices import NAMES, torch_dtype
 from headstart.support.errors import UserError
+from headstart.support.hub import resolve
 from headstart.support.json_text import read_json
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]

@@ -22,7 +22,7 @@ from headstart.chat.template import Template, TemplateRefusal
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.gguf_file import require_package
 from headstart.heads.checkpoint import chat_settings
-from headstart.heads.layers.layer_config import llama_like
+from headstart.heads.layers.start_values import llama_like
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.eagle3 import Eagle3, has_qk_norm
 from headstart.serving.layouts.files import DamagedError, Files, require_finite

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.smaller import FAULTS
-from headstart.heads.layers.layer_config import LayerShape, llama_like
+from headstart.heads.layers.start_values import LayerShape, llama_like
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.layout import Heads
 from headstart.support.errors import UserError

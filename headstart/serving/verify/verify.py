@@ -14,7 +14,6 @@ import torch
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import end_tokens
-from headstart.heads.backbone.shipped import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import checked_weights, load_drafter, read_metadata
@@ -25,6 +24,7 @@ from headstart.serving.verify import llamacpp, vllm
 from headstart.serving.verify.drafts import Engine, EngineSettings, Verdict, compare
 from headstart.serving.verify.process import EngineProcess
 from headstart.support.errors import UserError
+from headstart.support.hub import resolve
 from headstart.support.json_text import read_json
 
 ENGINES: dict[str, tuple[EngineProcess, Engine]] = {"vllm": (vllm.VLLM, vllm.draft), "llama.cpp": (llamacpp.LLAMACPP, llamacpp.draft)}

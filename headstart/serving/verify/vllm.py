@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.heads.backbone.shipped import resolve
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
 from headstart.serving.verify.process import CHECKOUT, EngineProcess
 from headstart.support.errors import UserError
-from headstart.support.hub import find_folder
+from headstart.support.hub import find_folder, resolve
 from headstart.support.json_text import read_json
 
 VLLM = EngineProcess(

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from headstart_cpu import packed, trace
-from headstart_cpu.packed import fits_in_memory, multiply, pack
-from headstart_cpu.trace import ProductFunction
+from headstart_cpu import trace
+from headstart_cpu.trace import ProductFunction, fits_in_memory, multiply, pack
 from headstart_cpu.trace import trace as traced
 from torch import Tensor, nn
 
@@ -100,9 +99,9 @@ def test_captures_share_packed_weights_until_the_weights_change() -> None:
     changed = pack([weight], [None])
     x = torch.randn(3, 8)
     assert changed is not first and torch.allclose(multiply(x, changed), F.linear(x, weight), atol=1e-5)
-    before = len(packed._SHARED)
+    before = len(trace._SHARED)
     del first, changed
-    assert len(packed._SHARED) < before, "packed weights that no capture uses are freed"
+    assert len(trace._SHARED) < before, "packed weights that no capture uses are freed"
 
 
 def test_only_constant_weights_in_a_dtype_that_onednn_multiplies_are_packed() -> None:
@@ -138,5 +137,5 @@ def test_fp64_results_may_differ_as_the_fp32_products_they_are_made_of() -> None
 def test_packed_weights_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
     assert fits_in_memory(model)
-    monkeypatch.setattr(packed.psutil, "virtual_memory", lambda: SimpleNamespace(total=100))
+    monkeypatch.setattr(trace.psutil, "virtual_memory", lambda: SimpleNamespace(total=100))
     assert not fits_in_memory(model)
