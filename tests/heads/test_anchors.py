@@ -15,7 +15,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from by_the_book import MIXED_TERMS
-from forked import Forked
 from guess import TinyDrafter, V, batch, run, small_backbone
 from small_run import make_recipe, read_log
 from test_fused import Feature
@@ -179,24 +178,3 @@ def test_a_run_with_a_deeper_share_does_not_depend_on_the_split(tmp_path: Path, 
     assert main([recipe, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
     whole, pieces = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces"))
     assert [line["loss"] for line in pieces] == pytest.approx([line["loss"] for line in whole], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_run_at_anchors_learns_and_does_not_depend_on_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Includes on-policy training: its rollouts take all depths from one step, each corrected by the token drafted before it."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
-    train = {"steps": 16, "batch_size": 5, "schedule": "constant", "lr": 2e-2}
-    settings = {"on_policy": 0.5, "on_policy_share": 0.3}
-    recipe = str(make_recipe(tmp_path, objective=settings, train=train, data={"eval_rows": 0}))
-    kind = "drafter={kind: tests.helpers.block_head}"
-    assert main([recipe, kind, f"save.dir={tmp_path}/whole"]) == 0
-    assert main([recipe, kind, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
-    output = tmp_path / "said"
-    assert Forked(2, [recipe, kind, f"save.dir={tmp_path}/two"], output).wait() == 0, output.read_text()[-3000:]
-    whole, *others = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces", "two"))
-    early, late = (sum(sum(line["accuracy"]) for line in lines) for lines in (whole[:4], whole[-4:]))
-    assert late > 5 * early
-    for other in others:
-        for key in ("loss", "grad_norm"):
-            assert [line[key] for line in other] == pytest.approx([line[key] for line in whole], rel=1e-4)

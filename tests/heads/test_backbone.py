@@ -164,12 +164,6 @@ def test_missing_backbones(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "empty"))
 
 
-def test_pickled_weights_are_not_read(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    assert "safetensors" in refused(folder)
-
-
 def test_damaged_backbones(folder: Path) -> None:
     weights = folder / "model.safetensors"
     whole, config = weights.read_bytes(), (folder / "config.json").read_text()

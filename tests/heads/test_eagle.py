@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, backbone, random_drafter, read, texts
-from naive_passes import NaiveLayer, part, passes
-from torch import Tensor
+from families import backbone, random_drafter, read, texts
 from transformers import AutoConfig
 
 from headstart.heads.backbone.backbone import Backbone
@@ -28,25 +26,6 @@ def made(on: Backbone, depth: int = 1, **arguments: Any) -> Eagle:
     drafter = random_drafter("eagle", on, depth=depth, **arguments)
     assert isinstance(drafter, Eagle)
     return drafter
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_eagle_is_what_the_paper_says(family: str) -> None:
-    """The first pass is the paper's, the others are trained on its states; attention and residual read the projection itself."""
-    on = backbone(family)
-    drafter = made(on, depth=3, bias=family == "llama")
-    weights, features = drafter.tensors(), read(on, texts(2, 10), drafter)
-
-    def projected(embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x = weights["fc.weight"] @ torch.cat([embedded, state]) + weights["fc.bias"]
-        return x, x
-
-    layer = NaiveLayer(drafter.layer_config, part(weights, "layers.0."), projected)
-    rows = zip(features.tokens_BT, features.hidden_BTD, strict=True)
-    expected = [passes([layer], list(on.embed(tokens)), list(hidden), 3) for tokens, hidden in rows]
-    for k, output in enumerate(drafter(features)):
-        torch.testing.assert_close(output, torch.stack([row[k] for row in expected]), **CLOSE)
-        assert torch.equal(drafter.readout(output, k), on.readout(output))
 
 
 def test_the_layer_starts_as_the_backbones_last() -> None:

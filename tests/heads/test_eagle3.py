@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, backbone, random_drafter, read, texts, tiny
-from naive_passes import NaiveLayer, norm, part, passes
+from families import backbone, random_drafter, read, texts, tiny
 from shrink import model_of, published, shrink
-from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
@@ -26,77 +24,11 @@ from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors, map_tensors
 
-CLOSE = {"atol": 3e-5, "rtol": 1e-4}
-OTHER_LAYER = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "rms_norm_eps": 1e-2,
-    "attention_bias": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-}
-
-
-def naive_eagle3(drafter: Eagle3, features: Features) -> list[Tensor]:
-    """Training-time test from the checkpoint's tensors, one position at a time."""
-    weights, config, arguments = drafter.tensors(), drafter.layer_config, drafter.config
-    eps = config.rms_norm_eps
-    first, second = part(weights, "midlayer."), part(weights, "layers.1.")
-
-    def pair(embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        normed = norm(state, first["hidden_norm.weight"], eps)
-        x = torch.cat([norm(embedded, first["input_layernorm.weight"], eps), normed])
-        return x, normed if arguments.norm_before_residual else state
-
-    def alone(_: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return norm(state, second["input_layernorm.weight"], eps), state
-
-    def fused(taps: list[Tensor]) -> Tensor:
-        if arguments.fc_norm:
-            taps = [norm(tap, weights[f"fc_norm.{i}.weight"], eps) for i, tap in enumerate(taps)]
-        x = torch.cat(taps)
-        return weights["fc.weight"] @ (norm(x, weights["input_norm.weight"], eps) if arguments.norm_before_fc else x)
-
-    def fed(state: Tensor) -> Tensor:
-        return norm(state, weights["norm.weight"], eps) if arguments.norm_output else state
-
-    layers = [NaiveLayer(config, first, pair), NaiveLayer(config, second, alone)][: arguments.layers]
-    out = []
-    for row, tokens in enumerate(features.tokens_BT):
-        taps = features.taps or {}
-        states = [fused([taps[tap][row, t] for tap in drafter.taps]) for t in range(len(tokens))]
-        out.append(passes(layers, list(drafter.backbone.embed(tokens)), states, drafter.trained_depth, arguments.sliding_window, fed))
-    return [torch.stack(rows) for rows in zip(*out, strict=True)]
-
 
 def fresh(on: Backbone, **arguments: Any) -> Eagle3:
     drafter = build_drafter("eagle3", on, arguments)
     assert isinstance(drafter, Eagle3)
     return drafter
-
-
-@pytest.mark.parametrize(
-    "family,arguments",
-    [(family, {}) for family in FAMILIES]
-    + [
-        ("llama", {"layers": 2}),
-        ("llama", {"sliding_window": 4}),
-        ("qwen3", {"layers": 2, "sliding_window": 5, "norm_output": True}),
-        ("llama", {"fc_norm": True, "norm_output": True, "taps": [0, 1, 2, 4, 6]}),
-        ("llama", {"norm_before_fc": True, "taps": [3]}),
-        ("llama", {"norm_before_residual": True, "qk_norm": True, "layers": 2, "norm_output": True}),
-        ("llama", {"norm_before_residual": True, "layer": OTHER_LAYER}),
-    ],
-)
-def test_eagle3_is_taught_as_the_plain_reference_says(family: str, arguments: dict[str, Any]) -> None:
-    on = backbone(family)
-    drafter = random_drafter("eagle3", on, depth=4, **arguments)
-    assert isinstance(drafter, Eagle3)
-    features = read(on, texts(2, 11), drafter)
-    for k, (one, other) in enumerate(zip(drafter(features), naive_eagle3(drafter, features), strict=True)):
-        torch.testing.assert_close(one, other, **CLOSE)
-        normed = torch.nn.functional.rms_norm(other, (on.dim,), drafter.norm.weight, drafter.layer_config.rms_norm_eps)
-        torch.testing.assert_close(drafter.readout(one, k), normed @ drafter.lm_head.weight.T, **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -74,3 +75,12 @@ def run(*arguments: str | Path, launcher: tuple[str, ...] = (), **environment: s
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder) if "loss" in line]
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The first error that a command has said."""
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))

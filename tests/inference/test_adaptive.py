@@ -73,15 +73,6 @@ def test_within_32_tokens_of_another_text_it_is_nearly_the_best_fixed_tree(machi
         assert times_plain(machine, own) >= 0.965, task.name
 
 
-@pytest.mark.parametrize("after", [TRANSLATION, CHAT], ids=lambda task: task.name)
-def test_a_text_is_soon_decoded_as_its_own_drafts_are_worth(after: Task) -> None:
-    """After several texts of which the opposite is true."""
-    before, task = (CHAT, TRANSLATION) if after is TRANSLATION else (TRANSLATION, CHAT)
-    texts = [decoded(SMOLLM2, [before] * 6 + [task], 96, seed)[-1] for seed in range(6)]
-    assert rate(step for text in texts for step in text if step.before >= 32) >= 0.9 * best_fixed(SMOLLM2, task, Heads())
-    assert rate(step for text in texts for step in text) >= 0.87 * best_fixed(SMOLLM2, task, Heads())
-
-
 @by_name
 def test_a_first_text_is_not_slower_for_what_is_not_known_yet(machine: Machine) -> None:
     """The machine, the heads and the text are unknown, and the first step drafts."""

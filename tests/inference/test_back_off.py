@@ -98,13 +98,6 @@ def test_drafts_that_rest_are_counted_and_said(clock: SimulatedClock) -> None:
     assert say(SpeculativeModel(on), rows, **OPTIONS).rested == 0, "there are none"
 
 
-def test_the_first_step_drafts(clock: SimulatedClock) -> None:
-    """Where nothing is known of the machine; heads debugged with a breakpoint are called at once."""
-    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
-    out = say(SpeculativeModel(on, random_drafter("eagle3", on)), rows, **OPTIONS)
-    assert out.drafted[0][0] > 0
-
-
 def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock) -> None:
     """The second one has nothing to add to what the first has drafted."""
     on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}

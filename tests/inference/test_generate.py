@@ -13,7 +13,7 @@ import torch
 from families import DRAFTERS, VOCAB, Noted, Scripted, backbone, heads, left_padded, prompts, say, texts, tiny, unpadded
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.engine.tree import TreeShape
@@ -121,11 +121,6 @@ def test_stop_strings(
     assert torch.equal(output, own(oracle, row, **options)) and output.shape[1] <= place + 2
 
 
-def test_stop_strings_want_a_tokenizer(oracle: SpeculativeModel, row: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match="tokenizer"):
-        say(oracle, row, max_new_tokens=30, stop_strings=["."])
-
-
 def test_a_streamer_gets_each_token_once(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int]) -> None:
     actual, expected = Noted(), Noted()
     for options in ({}, {"eos_token_id": truth[20]}):
@@ -134,17 +129,6 @@ def test_a_streamer_gets_each_token_once(oracle: SpeculativeModel, row: dict[str
         own(oracle, row, max_new_tokens=LENGTH, streamer=expected, **options)
         assert [x.tolist() for x in actual.got] == [x.tolist() for x in expected.got] and actual.ended == expected.ended == 1
         assert torch.cat([x.flatten() for x in actual.got]).tolist() == text[0].tolist()
-
-
-def test_text_streams(
-    oracle: SpeculativeModel,
-    row: dict[str, Tensor],
-    truth: list[int],
-    tokenizer: PreTrainedTokenizerFast,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    say(oracle, row, max_new_tokens=LENGTH, streamer=TextStreamer(tokenizer, skip_prompt=True))
-    assert capsys.readouterr().out.strip() == tokenizer.decode(truth[9 : 9 + LENGTH])
 
 
 @pytest.mark.parametrize("sample", [False, True])

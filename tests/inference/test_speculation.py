@@ -10,9 +10,9 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
-from headstart.inference.adaptive.acceptance import Acceptance, Table
-from headstart.inference.adaptive.latency import INTERVAL, PASS, CostModel, Costs, RecentTimes
-from headstart.inference.engine.tree import TREE_SIZES, Pool
+from headstart.inference.adaptive.acceptance import Table
+from headstart.inference.adaptive.latency import PASS, CostModel, Costs, RecentTimes
+from headstart.inference.engine.tree import Pool
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.policy import Draft, Policy
 from headstart.inference.sources.source import Rows
@@ -30,26 +30,6 @@ def test_a_table_starts_as_the_estimate_and_learns_what_it_is_worth() -> None:
     assert 0 < table.prob(0.0) < 1 and 0 < table.prob(-1e9) < 0.02
 
 
-def test_a_table_forgets_slowly() -> None:
-    table = Table()
-    for _ in range(3000):
-        table.learn(math.log(0.5), True)
-    for _ in range(1500):
-        table.learn(math.log(0.5), False)
-    assert table.prob(math.log(0.5)) < 0.1
-
-
-def test_tables_are_by_depth_and_survive_their_file() -> None:
-    acceptance = Acceptance()
-    for _ in range(50):
-        acceptance.table(0).learn(-1.0, True)
-        acceptance.table(2).learn(-1.0, False)
-    for one in (acceptance, Acceptance.from_json(acceptance.to_json())):
-        assert one.table(0).prob(-1.0) > 0.8 > 0.2 > one.table(2).prob(-1.0)
-        assert one.table(1).prob(-1.0) == pytest.approx(math.exp(-1), rel=0.1)
-        assert one.table(30) is one.table(99) is not one.table(6)
-
-
 def test_one_slow_pass_says_nothing() -> None:
     recent = RecentTimes()
     for seconds, expected in ((90.0, 90.0), (1.0, 1.0), (1.1, 1.0), (0.9, 1.0), (10.0, 1.0), (10.0, 1.0), (10.0, 1.0), (10.0, 1.1)):
@@ -57,16 +37,6 @@ def test_one_slow_pass_says_nothing() -> None:
         assert recent.seconds == expected
     assert recent.add(0.44) and recent.seconds == 0.44, "all before were of a busy machine"
     assert not recent.add(0.1), "one alone may be what was loaded first"
-
-
-def test_what_was_timed_on_a_busy_machine_is_forgotten_all_at_once() -> None:
-    costs = Costs()
-    for nodes, seconds in ((1, 0.1), (4, 0.2), (1, 0.1), (4, 0.2), (1, 0.1)):
-        costs.add(PASS, 1, nodes, seconds)
-        costs.add("0", 1, 2, 0.02)
-    assert not costs.tree_due(1)
-    costs.add(PASS, 1, 1, 0.01)
-    assert costs.of_pass(1, 1) == 0.01 and costs.tree_due(1) and costs.of_part("0", 1, 2) is None
 
 
 def test_costs_between_and_beyond_what_was_timed() -> None:
@@ -80,21 +50,6 @@ def test_costs_between_and_beyond_what_was_timed() -> None:
     for _ in range(3):
         costs.add(PASS, 1, 11, 7.5e-3)
     assert costs.of_pass(1, 11) == 7.5e-3 and costs.of_pass(1, 8) <= 7.5e-3, "often enough timed to be believed"
-
-
-def test_slow_first_times_do_not_stay() -> None:
-    """The first passes over some size may include what is loaded first."""
-    costs = Costs()
-    for nodes, times in ((1, [17e-3] * 3), (3, [19e-3] * 3), (4, [0.2, 0.7])):
-        for seconds in times:
-            costs.add(PASS, 1, nodes, seconds)
-    assert costs.of_pass(1, 4) == 0.2 and costs.of_pass(1, 8) == pytest.approx(24e-3), "two times say little of other sizes"
-    costs.add("0", 1, 4, 0.3)
-    for _ in range(INTERVAL + 1):
-        costs.add(PASS, 1, 3, 19e-3)
-        costs.add("0", 1, 2, 3e-3)
-    assert costs.of_pass(1, 4) == pytest.approx(20e-3) and costs.of_part("0", 1, 4) == pytest.approx(6e-3)
-    assert costs.of_pass(1, 1) == 17e-3, "plain steps are timed now and then"
 
 
 def test_the_first_steps_are_of_known_sizes_and_plain_ones_are_timed_now_and_then() -> None:
@@ -203,7 +158,3 @@ def test_waiting_sequences_take_free_rows_and_come_back_in_order(batch: int) -> 
         assert list(map(sum, out.accept_lengths)) == list(map(sum, alone.accept_lengths))
     with pytest.raises(ValueError, match="batch.*at least 1; got 0"):
         say(of, rows, batch_size=0, **options)
-
-
-def test_sizes_ascend() -> None:
-    assert list(TREE_SIZES) == sorted(set(TREE_SIZES)) and TREE_SIZES[0] == 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.noise import gumbel
-from headstart.inference.engine.tree import MAX_PROB, CandidateTree, Pool, TreeShape, accept, pick
+from headstart.inference.engine.tree import MAX_PROB, CandidateTree, Pool, TreeShape, accept
 from headstart.inference.policy import Policy
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.source import DraftScoring, Rows
@@ -223,14 +223,6 @@ def test_accept(nodes: int, vocab: int) -> None:
                 if parents[n] in reach and tokens[n] == picks[row][parents[n]]:
                     reach[n] = [*reach[parents[n]], n]
             assert path == max(reach.values(), key=len)
-
-
-def test_pick_and_plain_tree() -> None:
-    scores = torch.tensor([[1.0, 2.0, -math.inf], [0.0, -math.inf, -math.inf]])
-    assert pick(scores, None).tolist() == [1, 0]
-    assert pick(scores, torch.tensor([[5.0, 0.0, 99.0], [0.0, 99.0, 99.0]])).tolist() == [0, 0]
-    tree = CandidateTree([[4], [6]], [[0], [0]])
-    assert tree.tokens == [[4], [6]] and tree.levels == [[0], [0]] and (tree.size, tree.height) == (1, 0)
 
 
 def test_diverged_heads_draft_nothing() -> None:

@@ -15,6 +15,7 @@ from plain.drafts import headstart_logits, reference_drafts
 from plain.folders import read_heads
 from plain.layer import read_rope, rotate
 from shrink import shrunk
+from test_contract import OTHER_LAYER
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -28,6 +29,7 @@ HEADS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "eagle3", {"draft_vocab_size": 23, "layers": 2, "sliding_window": 6}),
     ("llama", "eagle3", {"fc_norm": True, "norm_output": True, "taps": [0, 1, 4, 6]}),
     ("llama", "eagle3", {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True}),
+    ("llama", "eagle3", {"norm_before_residual": True, "layer": OTHER_LAYER}),
     ("gemma3", "eagle", {"depth": 3}),
     ("gpt2", "medusa", {"layers": 2, "draft_vocab_size": 23}),
     ("llama", "mlp", {}),

@@ -56,13 +56,6 @@ def test_what_is_saved_is_the_average_and_training_goes_on_from_the_weights(tmp_
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
 
 
-def test_it_is_not_left_out_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = make_recipe(tmp_path, train=CONSTANT)
-    assert main([str(recipe), "train.steps=1"]) == 0
-    assert main([str(recipe), "train.ema_decay=null"]) == 2
-    assert "train.ema_decay (was 0.5, now None)" in capsys.readouterr().err
-
-
 def test_features_are_refused_before_training_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, objective={"terms": {"features": 1.0, "ce": 0.1}})
     assert main([str(recipe)]) == 2

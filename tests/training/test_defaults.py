@@ -46,18 +46,12 @@ def chosen_by(run: Any) -> float:
     return rate
 
 
-def test_wider_drafters_and_longer_runs_take_smaller_steps_larger_batches_larger_ones() -> None:
-    middle = learning_rate("muon", 256, 1000, 1000)
-    assert learning_rate("muon", 4096, 1000, 1000) < middle / 3 and learning_rate("muon", 256, 1000, 100_000) < middle
-    assert learning_rate("muon", 256, 8000, 1000) > middle > learning_rate("adamw", 256, 1000, 1000)
-    assert learning_rate("muon", 1, 1e9, 1) <= 0.05  # bounded
-    assert learning_rate("muon", 256, 1000, 1000, adapted=True) == pytest.approx(ADAPTED * middle, rel=0.1)
-
-
 def test_the_rule_is_as_documented() -> None:
     """docs/defaults.md: the square root of the steps up to 1,000, the fourth root beyond."""
     assert [learning_rate("muon", 128, 512, steps) for steps in (10, 75, 300, 1000, 16_000)] == [0.03, 0.02, 0.01, 0.0055, 0.0027]
     assert learning_rate("muon", 384, 1018, 570) == 0.0029 and learning_rate("adamw", 4096, 16_000, 26_000) == 9e-5
+    assert learning_rate("muon", 1, 1e9, 1) <= 0.05  # bounded
+    assert learning_rate("muon", 256, 1000, 1000, adapted=True) == pytest.approx(ADAPTED * learning_rate("muon", 256, 1000, 1000), rel=0.1)
 
 
 def test_the_plan_says_what_training_takes_and_records(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

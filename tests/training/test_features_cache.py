@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_run import error_line as said
 from small_run import make_recipe, read_log
 
 from headstart.cli.main import main
@@ -61,10 +62,6 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     text = (whole / "recipe.yaml").read_text().replace(str(whole), str(tmp_path / "copy"))
     (tmp_path / "copy" / "recipe.yaml").write_text(text)
     return tmp_path / "copy"
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
 
 
 @pytest.mark.matrix

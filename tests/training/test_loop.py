@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -149,15 +148,6 @@ def test_late_steps_have_seeds(tmp_path: Path) -> None:
     trained.log.close()
     seeds = [micro_batch_seed(2**32 - 1, step, number, 1) for step in (1, 4_294, 4_295, 10**9) for number in (0, 1)]
     assert len({*seeds}) == 8 and all(0 <= seed < 2**32 for seed in seeds)
-
-
-def test_wandb_is_asked_for_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = make_recipe(tmp_path)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main([str(recipe), "log.wandb=online"]) == 2
-    assert "pip install wandb" in capsys.readouterr().err
 
 
 def test_what_a_step_reads_is_a_function_of_the_step() -> None:

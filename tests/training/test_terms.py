@@ -134,21 +134,6 @@ def test_acceptance_counts_what_cannot_be_drafted(vocabulary: Tensor | None) -> 
     assert vocabulary is None or (teacher.mass_C < 1 - 1e-6).all()
 
 
-def test_lk_goes_from_kl_to_acceptance() -> None:
-    for eta, other in ((0.0, {"kl": 1.0}), (1e6, {"tv": 1.0})):
-        weight_C = torch.ones(C, dtype=torch.float64)
-        lk = fused(Objective(terms={"lk": 1.0}, lk_eta=eta), *logits(None), None, weight_C)
-        for a, b in zip(lk, fused(Objective(terms=other), *logits(None), None, weight_C), strict=True):
-            torch.testing.assert_close(a, b)
-
-
-def test_topk_of_everything_is_kl() -> None:
-    weight_C = torch.ones(C, dtype=torch.float64)
-    every = fused(Objective(terms={"topk_kl": 1.0}, top_k=10 * V), *logits(None), None, weight_C)
-    for a, b in zip(every, fused(Objective(terms={"kl": 1.0}), *logits(None), None, weight_C), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_regression_of_hidden_states() -> None:
     generator = torch.Generator().manual_seed(1)
     drafted_CD, hidden_CD = (2 * torch.randn(C, 5, dtype=torch.float64, generator=generator) for _ in range(2))

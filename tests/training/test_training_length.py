@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import backbone, random_drafter, read, texts
-from small_run import make_recipe, run
+from small_run import make_recipe
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,9 +20,8 @@ from headstart.cli.train import main
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.layers import causal_attention as causal
-from headstart.heads.layers.causal_attention import attend_past, divide, join
+from headstart.heads.layers.causal_attention import attend_past, divide
 from headstart.heads.layers.decoder_layer import rotate
-from headstart.support.errors import UserError
 
 DOCUMENTS: dict[str, list[list[int]] | None] = {
     "one": None,
@@ -122,24 +121,6 @@ def test_short_texts(length: int) -> None:
         assert one.shape[1] == max(length - 2 - k, 0)
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     close(learned(drafter, out), learned(drafter, expected))
-
-
-@pytest.mark.matrix(cells=1)
-@pytest.mark.parametrize("lengths", [None, [[5, 3], [2, 6]]])
-def test_gradients_by_differences(lengths: Any, queries: Callable[[int], None]) -> None:
-    """Gradients of the result and of the log-sum-exp, in fp64."""
-    queries(3)
-    document_BT = None if lengths is None else torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in lengths])
-    blocks = divide(document_BT, (2, 4, 8), torch.device("cpu"))
-    make = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 7, 3, dtype=torch.float64, generator=make).requires_grad_()  # fewer queries than keys, as in later passes
-    keys, values = (torch.randn(2, 2, 8, 3, dtype=torch.float64, generator=make).requires_grad_() for _ in range(2))
-    assert torch.autograd.gradcheck(lambda q, k, v: attend_past(q, k, v, blocks), (query, keys, values), fast_mode=True)
-
-    def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return join(q, *attend_past(q, k, v, blocks), [(k[:, :, 1:], v[:, :, 1:]), (k[:, :, :7] * 2, v[:, :, :7] + 1)])
-
-    assert torch.autograd.gradcheck(joined, (query, keys, values), fast_mode=True)
 
 
 @pytest.mark.matrix
@@ -247,22 +228,6 @@ def test_checkpointing_keeps_less() -> None:
     with torch.no_grad():
         drafter(features)  # nothing to keep, nothing to checkpoint
     assert saved(drafter, features) < 0.4 * before
-
-
-@pytest.mark.slow
-def test_a_recipe_with_checkpointing_ends_in_the_same_weights(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2})
-    for name, wanted in (("plain", "false"), ("again", "true")):
-        done = run(recipe, f"save.dir={tmp_path / name}", f"train.gradient_checkpointing={wanted}")
-        assert done.returncode == 0, done.stderr
-    plain, again = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "again"))
-    assert plain == again
-
-
-def test_a_drafter_without_passes_refuses_in_a_line() -> None:
-    with pytest.raises(UserError, match="train.gradient_checkpointing is not available for Medusa") as caught:
-        random_drafter("medusa", backbone("llama")).recompute()
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("on_the_cpu")

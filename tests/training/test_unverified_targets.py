@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from small_run import make_recipe, read_log
+from small_run import error_line as said
+from small_run import losses, make_recipe, read_log
 from torch import Tensor
 from transformers import PreTrainedModel
 from vllm_of_states import StatesServer, states_server
@@ -97,14 +98,6 @@ def cached(target: tuple[Path, PreTrainedModel]) -> tuple[Path, list[float]]:
 
 def decodes(target: tuple[Path, PreTrainedModel]) -> bool:
     return "DeepseekV4" in type(target[1]).__name__
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_log(folder) if "loss" in line]
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
 
 
 def test_they_are_trained_here_from_a_cache_and_from_a_server(

@@ -41,10 +41,6 @@ def test_conversations_as_json_text_are_parsed(row: dict[str, Any], data: dict[s
     assert tokens_of([row], **data) == tokens_of([{"messages": TALK}])
 
 
-def test_sharegpt_as_json_text_is_parsed() -> None:
-    assert tokens_of([{"conversations": json.dumps(SHAREGPT)}]) == tokens_of([{"messages": TALK[:2]}])
-
-
 def test_text_stays_text_where_the_recipe_says_so_or_it_is_no_conversation() -> None:
     as_text = tokens_of([{"messages": TEXT}], format="text", column="messages")
     assert all(all(mask) for _, mask in as_text) and as_text != tokens_of([{"messages": TALK}])

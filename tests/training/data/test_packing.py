@@ -22,7 +22,7 @@ from headstart.heads.layers.causal_attention import document_masks, document_pos
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler, samples_hash
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import Batch, collate, pack
+from headstart.training.data.packing import collate, pack
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens
@@ -109,14 +109,6 @@ def test_packed_or_not_the_loss_and_its_gradients_are_the_same(family: str, kind
     assert len(results[0][1]) == len(results[1][1]) > 0 and results[0][0] > 0
     for mine, expected in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5 * max(expected.abs().max().item(), 1.0))
-
-
-def test_without_the_mask_documents_leak() -> None:
-    """Without the mask neighbours leak into each other, so the test above can fail."""
-    samples, on = make_samples(), backbone("llama")
-    batch = collate(samples, ROWS)
-    leaky = LiveFeatures(on, ()).read(Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, ((0,),) * len(ROWS)))
-    assert not torch.allclose(leaky.hidden_BTD, LiveFeatures(on, ()).read(batch).hidden_BTD, atol=1e-2)
 
 
 def test_a_packed_feed_reads_every_sample_once_an_epoch() -> None:

@@ -132,22 +132,6 @@ def test_rows_take_one_of_several_temperatures(ask: Any, tmp_path: Path) -> None
     assert [row["messages"] for row in rows_of(tmp_path / "order.jsonl")] == [mixed[5], mixed[0]], "whatever the order of the rows"
 
 
-def test_truncated_answers_are_dropped_and_counted(ask: Any, tmp_path: Path, capsys: Any) -> None:
-    rows = dialogues()
-    assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=120", out="long.jsonl") == 0
-    whole = {row["row"]: row["messages"] for row in rows_of(tmp_path / "long.jsonl")}
-    assert len(whole) == len(rows) and result(tmp_path)["truncated"] == 0
-    assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=7") == 0
-    short, report = {row["row"]: row["messages"] for row in rows_of(tmp_path / "new.jsonl")}, result(tmp_path)
-    assert 0 < len(short) < len(rows) and report["rows_dropped"] == len(rows) - len(short)
-    cut = 0
-    for row, messages in whole.items():
-        kept = short.get(row, [])
-        assert kept == messages[: len(kept)] and (not kept or kept[-1]["role"] == "assistant")
-        cut += len(kept) < len(messages)
-    assert report["truncated"] == cut and f"{cut} rows had an answer that did not end within" in capsys.readouterr().err
-
-
 def test_what_cannot_be_asked_is_dropped_counted_and_named(ask: Any, tmp_path: Path, capsys: Any) -> None:
     rows = [{"messages": turns("Hi")}, {"messages": turns("two three " * 99)}, {"messages": turns("Hi", "a")[1:]}, {"messages": []}]
     wrong = [{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}]

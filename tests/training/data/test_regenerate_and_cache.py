@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import make_recipe, read_log
+from small_run import make_recipe
 from vllm_of_states import StatesServer, states_server
 
 from headstart.cli.main import main
-from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.training.data.packing import collate
 from headstart.training.features.cached import CachedFeatures
@@ -59,15 +58,6 @@ def test_the_cache_has_the_backbones_own_features(served: StatesServer, tmp_path
         for tap in (1, 3, 5):  # the last token was generated, and never an input
             torch.testing.assert_close(kept.taps[tap][:, :-1], read.taps[tap][:, :-1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(kept.hidden_BTD[:, :-1], read.hidden_BTD[:, :-1], rtol=1e-4, atol=1e-5)
-
-
-def test_a_run_from_it_learns_what_it_learns_live(served: StatesServer, tmp_path: Path) -> None:
-    assert main(["regenerate", *command(served, tmp_path, "cache.dtype=exact")]) == 0
-    trained = [str(tmp_path / "recipe.yaml"), f"data.train={tmp_path}/answers.jsonl", "drafter={kind: medusa, depth: 2}", "train.steps=4"]
-    assert train([*trained, f"cache.dir={tmp_path}/cache", "cache.dtype=exact", f"save.dir={tmp_path}/cached"]) == 0
-    assert train([*trained, f"save.dir={tmp_path}/live"]) == 0
-    cached, live = ([line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("cached", "live"))
-    assert cached == pytest.approx(live, rel=1e-5)
 
 
 def test_tokens_that_are_no_samples_end_it(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
