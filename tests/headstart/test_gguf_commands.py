@@ -109,10 +109,10 @@ def test_an_answer_ends_where_the_file_says(at: Path, capsys: pytest.CaptureFixt
     assert json.loads((at / "ending.json").read_text())["tokens"] in (2, 3)  # the prefill's may count
 
 
-def test_the_ends_are_looked_for_beside_the_file_and_not_on_the_hub(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Path] = []
-    monkeypatch.setattr(GenerationConfig, "from_pretrained", lambda path: asked.append(Path(path)) or GenerationConfig(eos_token_id=[3, 4]))
-    assert read_end_tokens("chat.gguf") == (3, 4) and [path.is_dir() for path in asked] == [True]
+def test_the_ends_are_looked_for_beside_the_file_and_not_on_the_hub(at: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat.gguf").symlink_to(at / "chat.gguf")
+    GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
+    assert read_end_tokens(str(tmp_path / "chat.gguf")) == (3, 4)
 
 
 def test_plan_reads_the_header(at: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +35,6 @@ class TestSecrets:
             content = file.read_bytes()
             assert not [value for value in SECRETS.values() if value.encode() in content], file
         assert b"SERVER_KEY" in (trained / "out" / "headstart.json").read_bytes(), "the variable's name is no secret"
-
-    def test_wandb_gets_the_name_of_the_variable(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from headstart.training.log import log
-
-        given: dict[str, Any] = {}
-
-        class Recorder:
-            def __init__(self, *args: Any, config: dict[str, Any], **options: Any) -> None:
-                given.update(config)
-
-            def start(self) -> None:
-                """Nothing is sent."""
-
-        for name, value in SECRETS.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(log, "WandBTracker", Recorder)
-        monkeypatch.setitem(sys.modules, "wandb", type(sys)("wandb"))
-        log._start_wandb(load_recipe(trained / "recipe.yaml", ["log.wandb=offline"]), None)
-        assert given["regenerate"]["api_key"] == "SERVER_KEY" and not [one for one in SECRETS.values() if one in json.dumps(given)]
 
     @pytest.mark.parametrize(
         ("key", "value"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from corrupting import a_logit, a_value, register
-from families import backbone, left_padded, prompts, random_drafter, say
+from families import backbone, left_padded, prompts, random_drafter, say, tiny
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference import runtime
@@ -102,12 +102,15 @@ def test_what_is_not_read_again(monkeypatch: pytest.MonkeyPatch, judged: list[in
 
 def test_a_text_that_does_not_fit_into_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, a_logit)
-    heads = model()
+    heads, tried = model(Backbone(tiny("shallow"))), []
 
-    def full(*given: Any, **named: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
+    def full(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if given[0].shape[-1] > 12:  # the whole text
+            tried.append(given[0].shape)
+            raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(Judge, "judge", full)
-    for _ in range(4):
-        assert say(heads, row(9), **OPTIONS).shape == (1, 9 + 12)
+    with heads.backbone.embed.register_forward_pre_hook(full):
+        for _ in range(4):
+            assert say(heads, row(9), **OPTIONS).shape == (1, 9 + 12)
+    assert tried
     assert heads.engine(True).capturer.report().backend == "cuda-graph"

@@ -226,9 +226,10 @@ def test_refused_adapters(trained: Path, tmp_path: Path, monkeypatch: pytest.Mon
     file.unlink()
     with pytest.raises(UserError, match="lacks"):
         headstart.load(out, backbone=fresh())
+    on = fresh()
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match="pip install 'headstart\\[peft\\]'"):
-        headstart.load(trained / "out", backbone=fresh())
+        headstart.load(trained / "out", backbone=on)
 
 
 def test_heads_of_another_adapter(trained: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from headstart.cli.main import main as command
 from headstart.cli.train import main
 from headstart.heads.methods import build_drafter
+from headstart.support.devices import bf16_instructions
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import Train, load_recipe
@@ -135,19 +136,17 @@ def test_whole_models_and_trained_heads_are_changed_by_smaller_steps(small: Path
 
 
 @pytest.mark.parametrize(
-    ("saved", "instructions", "given", "taken"),
+    ("saved", "given", "taken"),
     [
-        (torch.bfloat16, True, [], "bf16"),
-        (torch.bfloat16, False, [], "no"),
-        (torch.float32, True, [], "no"),
-        (torch.float32, True, ["backbone.dtype=bf16"], "bf16"),
-        (torch.bfloat16, True, ["train.precision=no"], "no"),
+        (torch.bfloat16, [], "bf16" if bf16_instructions() else "no"),
+        (torch.float32, [], "no"),
+        (torch.float32, ["backbone.dtype=bf16"], "bf16"),
+        (torch.bfloat16, ["train.precision=no"], "no"),
     ],
 )
 def test_the_drafter_computes_in_the_backbones_precision(
-    saved: torch.dtype, instructions: bool, given: list[str], taken: str, small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    saved: torch.dtype, given: list[str], taken: str, small: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr("headstart.heads.backbone.model_config.bf16_instructions", lambda: instructions)
     folder = small.parent / "backbone"
     AutoModelForCausalLM.from_pretrained(folder).to(saved).save_pretrained(folder)
     assert main([str(small), "train.steps=2", *given]) == 0

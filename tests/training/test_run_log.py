@@ -157,6 +157,8 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     wanted = {"wandb": "offline", "name": "tried", "project": "tiny"}
     recipe = make_recipe(tmp_path, log=wanted, train={"schedule": "constant"})
+    recipe.write_text(recipe.read_text() + "regenerate:\n  api_key: SERVER_KEY\n")
+    monkeypatch.setenv("SERVER_KEY", "sk-0123456789")
     for given in (["train.steps=1"], ["train.steps=2"], ["train.steps=1", f"save.dir={tmp_path / 'another'}"]):
         AcceleratorState._reset_state(True)
         assert main([str(recipe), *given]) == 0
@@ -164,6 +166,7 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     first, resumed, another = wandb.begun
     assert first["id"] == resumed["id"] != another["id"] and {one["resume"] for one in (first, resumed, another)} == {"allow"}
     assert (first["name"], first["project"], first["config"]["drafter"]["kind"]) == ("tried", "tiny", "medusa")
+    assert first["config"]["regenerate"]["api_key"] == "SERVER_KEY" and "sk-0123456789" not in str((wandb.begun, wandb.logged))
     trained, evaluated = read_log(tmp_path / "out")[-2:]
     numbers: dict[str, Any] = {}
     for values, how in wandb.logged:

@@ -100,18 +100,6 @@ def test_the_models_own_sampling_settings_do_not_sneak_in(heads, temperature):
     assert temperature or torch.equal(before[0], before[1])
 
 
-def test_the_models_end_tokens_do_count(heads):
-    model = heads.backbone.model
-    written = continue_text(heads, PROMPTS[0], Settings(20), 0).sequences[0, len(PROMPTS[0]) :].tolist()
-    stop = written[9]
-    model.generation_config.eos_token_id = [stop, 63]
-    try:
-        measured = measure_tau(heads, PROMPTS[:1], max_new_tokens=20)
-    finally:
-        model.generation_config.eos_token_id = None
-    assert measured["tokens"] == written.index(stop) + 1
-
-
 def test_nothing_to_measure_on(heads):
     with pytest.raises(UserError, match="no prompts"):
         measure_tau(heads, [], max_new_tokens=4)
