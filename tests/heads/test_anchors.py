@@ -13,7 +13,6 @@ from typing import Any, Literal
 import families
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from by_the_book import MIXED_TERMS
 from guess import TinyDrafter, V, batch, run, small_backbone
 from small_run import make_recipe, read_log
@@ -169,9 +168,8 @@ def test_the_deeper_share_keeps_depth_0_and_the_expected_loss(backbone: Backbone
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-def test_a_run_with_a_deeper_share_does_not_depend_on_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_run_with_a_deeper_share_does_not_depend_on_the_split(tmp_path: Path) -> None:
     drafter = {"kind": "eagle3", "depth": 3, "deeper_share": 0.4}
     recipe = str(make_recipe(tmp_path, drafter=drafter, train={"steps": 8, "batch_size": 4}, data={"eval_rows": 0}))
     assert main([recipe, f"save.dir={tmp_path}/whole"]) == 0

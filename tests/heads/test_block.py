@@ -1,6 +1,6 @@
 """Block heads against a plain reference, their corrections in trees, and the layouts they are saved in.
 
-Shape suffixes: B batch, T positions, D width, N elements of a block, K depth, H heads, C head width.
+Shape suffixes: B batch, T positions, D width, K depth.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The contract of every drafter on every family: training and decoding compute the same.
 
-Shape suffixes: B batch, T positions, D width, N tree nodes, V vocabulary, K depth.
+Shape suffixes: B batch, K depth.
 """
 
 from __future__ import annotations

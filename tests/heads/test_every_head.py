@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from every_head import every_head, following
 from forked import Forked
 from safetensors.torch import load_file
-from small_run import make_recipe, read_log
+from small_run import make_recipe, read_log, train_once
 
 from headstart.cli.main import main as headstart
 from headstart.cli.train import main
@@ -37,11 +36,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = read_yaml(path)
     del recipe["drafter"]
     path.write_text(dump_yaml({**recipe, "heads": HEADS}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(True)
-        assert main([str(path)]) == 0
-    return folder
+    return train_once(path)
 
 
 def losses(out: Path) -> dict[str, list[float]]:

@@ -1,6 +1,6 @@
 """Hydra heads are what the paper and its code say, start as the backbone's output layer, and depend on every token drafted so far.
 
-Shape suffixes: B batch, T positions, D width, X width of a head's input.
+Shape suffixes: B batch, T positions, D width.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from chat_templates import VICUNA
+from small_run import status_of
 from talker import talker
 
 from headstart.cli import conversation as module
@@ -175,10 +176,7 @@ def test_a_mistake_is_one_line(name, house, tmp_path, stdin, capsys):
         tokenizer.save_pretrained(tmp_path)
         argv = [str(tmp_path) if word == "VICUNA" else word for word in argv]
     stdin("two\n")
-    try:
-        status = main(argv)
-    except SystemExit as ended:  # argparse's own wording
-        status = ended.code
+    status = status_of(argv)
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err, printed.err

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_templates import CHATML, make_tokenizer
+from small_run import status_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
@@ -239,10 +240,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(name, house, tmp_path, capsys)
     argv, message = MISTAKES[name]
     argv = [broken(house, tmp_path / "broken") if word == "BROKEN" else word for word in argv]
     out = tmp_path / "made" / "x.json"
-    try:
-        status = main([*argv, *(["--json", str(out)] if argv else [])])
-    except SystemExit as ended:  # argparse's own wording
-        status = ended.code
+    status = status_of([*argv, *(["--json", str(out)] if argv else [])])
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1, printed.err

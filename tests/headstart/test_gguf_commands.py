@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_models import chat_model, write_gguf
+from small_run import train_once
 from transformers import GenerationConfig
 
 import headstart
@@ -50,10 +51,7 @@ def at(house: Path, monkeypatch: pytest.MonkeyPatch, on_the_cpu: None) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(house: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        assert main(["train", str(house / "recipe.yaml")]) == 0
-    return house / "heads"
+    return train_once(house / "recipe.yaml") / "heads"
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:

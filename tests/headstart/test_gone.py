@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from small_run import status_of
 
-from headstart.cli.main import main
 from headstart.serving.engines import nearest as unknown_format
 from headstart.support.errors import did_you_mean
 
@@ -26,10 +26,7 @@ RECIPE = "recipes/quickstart/eagle3.yaml"
     ],
 )
 def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main(words)
-    except SystemExit as exit:
-        status = exit.code
+    status = status_of(words)
     error = capsys.readouterr().err
     assert status == 2 and said in error and error.count("\n") == 1
 
@@ -43,9 +40,7 @@ def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.C
     ],
 )
 def test_choices_of_the_command_line(words: list[str], offered: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2 and offered in capsys.readouterr().err
+    assert status_of(words) == 2 and offered in capsys.readouterr().err
 
 
 def test_a_name_that_is_not_alike_is_not_offered() -> None:

@@ -1,6 +1,6 @@
 """Speculative beam search returns the same beams as transformers in fewer forward passes.
 
-Shape suffixes: B batch, N nodes, R beams of all rows.
+Shape suffixes: B batch, N nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The ragged cache: after several passes it equals a fresh read of the sequence; attention masks.
-
-Shape suffixes: L layers, B batch, H heads, N tree nodes, S slots, D head width.
-"""
+"""The ragged cache: after several passes it equals a fresh read of the sequence; attention masks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The options a user may pass to ``model.generate(custom_generate=heads.generate)`` behave as in transformers.
-
-Shape suffixes: B batch, T positions.
-"""
+"""The options a user may pass to ``model.generate(custom_generate=heads.generate)`` behave as in transformers."""
 
 from __future__ import annotations
 

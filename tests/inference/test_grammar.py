@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, Scripted, backbone, heads, left_padded, prompts, say, tiny, unpadded
+from small_run import status_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
@@ -154,8 +155,4 @@ def test_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--regex", "(a"], "unclosed group"), (["--json-schema", str(tmp_path / "none")], "--json-schema"),
         (["--regex", "a", "--json-schema", str(schema)], "not allowed with"),
     ):  # fmt: skip
-        try:
-            status = main([*generate, *asked, "name"])
-        except SystemExit as end:
-            status = int(end.code or 0)
-        assert status == 2 and said in capsys.readouterr().err.splitlines()[-1]
+        assert status_of([*generate, *asked, "name"]) == 2 and said in capsys.readouterr().err.splitlines()[-1]

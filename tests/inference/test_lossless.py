@@ -1,7 +1,4 @@
-"""Drafting changes the speed of decoding, never its tokens: token identity with AR decoding and with transformers.
-
-Shape suffixes: B batch, T positions, V vocabulary.
-"""
+"""Drafting changes the speed of decoding, never its tokens: token identity with AR decoding and with transformers."""
 
 from __future__ import annotations
 

@@ -105,11 +105,11 @@ def test_a_text_that_does_not_fit_into_memory_is_not_checked(monkeypatch: pytest
     heads, tried = model(Backbone(tiny("shallow"))), []
 
     def full(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        if given[0].shape[-1] > 12:  # the whole text
+        if given[0].shape[1] > 12:  # the whole text
             tried.append(given[0].shape)
             raise torch.OutOfMemoryError("out of memory")
 
-    with heads.backbone.embed.register_forward_pre_hook(full):
+    with heads.backbone.layers[0].register_forward_pre_hook(full):
         for _ in range(4):
             assert say(heads, row(9), **OPTIONS).shape == (1, 9 + 12)
     assert tried

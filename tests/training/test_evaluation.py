@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
-from small_run import make_recipe, read_log
+from small_run import make_recipe, read_log, train_once
 
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
@@ -41,11 +41,7 @@ def broken(*args: Any) -> Any:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run, which evaluates after steps 4, 8 and 12; its recipe and backbone are beside it."""
-    folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        assert main([str(make_recipe(folder, eval={"every": 4}))]) == 0
-    return folder / "out"
+    return train_once(make_recipe(tmp_path_factory.mktemp("whole"), eval={"every": 4})) / "out"
 
 
 def recipe_for(whole: Path, out: Path, *changes: str) -> list[str]:

@@ -1,6 +1,6 @@
 """The chunked objective against a naive one that holds everything, in float64; and its counts.
 
-Shape suffixes: B batch, T positions, D width, V vocabulary, K depth.
+Shape suffixes: B batch, T positions, K depth.
 """
 
 from __future__ import annotations

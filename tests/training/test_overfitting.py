@@ -1,7 +1,4 @@
-"""Heads trained on one continuation draft nearly all of it: anything less is a fault of alignment or masking.
-
-Shape suffixes: B batch, T positions, D width.
-"""
+"""Heads trained on one continuation draft nearly all of it: anything less is a fault of alignment or masking."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
-from small_run import error_line, make_recipe, read_log
+from small_run import error_line, make_recipe, read_log, train_once
 
 from headstart.cli.train import main
 
@@ -35,9 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         log={"every": 2},
         eval={"every": 10},
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        assert main([str(recipe)]) == 0
+    train_once(recipe)
     assert [state.name for state in states(folder / "out")] == ["step-00000015", "step-00000018", "step-00000020"]
     return folder
 

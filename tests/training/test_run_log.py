@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from small_run import make_recipe, read_log
+from small_run import make_recipe, read_log, train_once
 
 from headstart.cli.main import main as command
 from headstart.cli.train import main
@@ -37,12 +37,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a run of six steps resumed to twelve."""
     folder = tmp_path_factory.mktemp("ran")
     recipe = make_recipe(folder, drafter={"kind": "eagle3", "depth": 3}, train={"steps": 6}, eval={"max_new_tokens": 24})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(True)
-        assert main([str(recipe), *GIVEN]) == 0
-        AcceleratorState._reset_state(True)
-        assert main([str(recipe), *GIVEN, f"train.steps={STEPS}"]) == 0
+    train_once(recipe, *GIVEN)
+    train_once(recipe, *GIVEN, f"train.steps={STEPS}")
     return folder / "out"
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState
-from small_run import make_recipe, read_log
+from small_run import make_recipe, read_log, train_once
 
 from headstart.cli.train import main
 from headstart.support.errors import UserError
@@ -53,12 +52,7 @@ def weights(out: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, and its run in ``out``."""
-    folder = tmp_path_factory.mktemp("together")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(True)
-        assert main([str(make(folder))]) == 0
-    return folder
+    return train_once(make(tmp_path_factory.mktemp("together")))
 
 
 def test_each_is_what_it_would_be_alone_bit_for_bit(together: Path, tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from forked import Forked
 from packaging.version import Version
 from safetensors.torch import load_file
-from small_run import make_recipe, read_log
+from small_run import make_recipe, read_log, train_once
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -64,11 +63,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(request.param)
     train = {**TRAIN, "optimizer": request.param}
     recipe = make_recipe(folder, 6, drafter=DRAFTER, train=train, eval={"prompts": 1, "every": 4}, save={"every": 3})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(True)
-        assert main([str(recipe)]) == 0
-    return folder
+    return train_once(recipe)
 
 
 @pytest.mark.matrix(cells=1)

@@ -1,6 +1,6 @@
 """EAGLE-3's training in memory linear in the length: same results and gradients as with all scores at once, in any blocks.
 
-Shape suffixes: B batch, T positions, S keys, D width, H heads, G heads of keys, C head width.
+Shape suffixes: B batch, T positions, D width.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from families import backbone, random_drafter, read, texts
+from guess import Largest
 from small_run import make_recipe
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.cli.train import main
 from headstart.heads.backbone.features import Features
@@ -190,25 +190,13 @@ def test_memory_is_linear_in_the_length() -> None:
     assert long < 0.5 * whole_scores
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple | list) else [made]:
-            self.elements = max(self.elements, one.numel() if isinstance(one, Tensor) else 0)
-        return made
-
-
 def test_scores_are_bounded() -> None:
     """Temporary memory too: no block has more scores than the minimum number of queries needs."""
     drafter, _ = case("llama", None)
     features = made_up(drafter, 1500)
     with Largest() as largest:
         sum(x.sum() for x in drafter(features)).backward()
-    assert largest.elements <= 4 * causal.LEAST * 1500
+    assert largest.numbers <= 4 * causal.LEAST * 1500
 
 
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)

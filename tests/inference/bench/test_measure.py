@@ -4,7 +4,8 @@ import time
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from families import tiny
+from transformers import GenerationConfig
 
 from headstart.chat.prompts import Prompt
 from headstart.heads.backbone.backbone import Backbone
@@ -23,19 +24,7 @@ PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]
 @pytest.fixture(scope="module")
 def heads() -> SpeculativeModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=96,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    backbone = Backbone(LlamaForCausalLM(config))
+    backbone = Backbone(tiny("llama"))
     return SpeculativeModel(backbone, build_drafter("medusa", backbone, {"depth": 3}).eval())
 
 
