@@ -1,7 +1,5 @@
 """vLLM serves heads trained here: the text of vLLM without policy, and the drafts of Headstart, token by token (fp32, greedy)."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Shape suffixes: M anchors, K depth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The backbone: readout and taps equal the model's own, and unsuitable models are refused in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Heads trained on a backbone that carries a frozen PEFT adapter, and adapters on quantized backbones."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A checkpoint is the directory that serving engines load; missing, damaged or mismatched ones are refused in one line."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

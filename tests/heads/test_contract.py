@@ -3,8 +3,6 @@
 Shape suffixes: B batch, K depth.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every kind of head in one run: resumed, sharded, from a feature cache, packed and on-policy."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

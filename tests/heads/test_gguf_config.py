@@ -1,7 +1,5 @@
 """Every key and tensor of a GGUF file is compared with the model that comes of it: put right where it is known, said where it is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

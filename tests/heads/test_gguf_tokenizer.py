@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files: the ids that llama.cpp gives (llama_ids.json, by tests/oracles/llama_ids.py), and a line for unknown rules."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from pathlib import Path

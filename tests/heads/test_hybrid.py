@@ -3,8 +3,6 @@
 Shape suffixes: L layers, B batch, H heads, N tree nodes, K key width, V value width (vocabulary for logits), C channels.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a drafter is found by its name, which of its arguments are refused, and what Medusa and MLP heads start as."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

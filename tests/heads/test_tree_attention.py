@@ -1,7 +1,5 @@
 """Attention of tree passes repeats no keys and values, gives what repeating gives, and leaves other calls of transformers alone."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

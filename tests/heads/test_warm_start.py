@@ -1,7 +1,5 @@
 """A new run starts from trained heads: what is taken over, what is refused, and what the new checkpoint says about it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

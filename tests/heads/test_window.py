@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, N tree nodes, S slots, K depth.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -141,10 +139,14 @@ def test_what_lies_outside_the_window_is_never_computed() -> None:
     assert states[0].caches[0].keys_BGSC.shape[2] == STEP
 
 
-@pytest.mark.parametrize("window,sink,arguments", [(3, 1, {}), (None, 4, {"layers": 2, "sliding_window": 6})])
-def test_rows_leave_and_join_in_the_loop(window: int | None, sink: int, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "kind,window,sink,arguments",
+    [("eagle3", 3, 1, {}), ("eagle3", None, 4, {"layers": 2, "sliding_window": 6}), ("mtp", 6, 2, {}), ("mtp", 6, 2, {"shared": False})],
+)
+def test_rows_leave_and_join_in_the_loop(kind: str, window: int | None, sink: int, arguments: dict[str, Any]) -> None:
     """Of three rows two at a time, offloaded or not, in fixed and adaptive trees."""
-    of, rows = SpeculativeModel(backbone("shallow"), made(**arguments), capture="off"), left_padded(prompts((9, 1, 34)))
+    drafter, rows = random_drafter(kind, backbone("shallow"), **arguments), left_padded(prompts((9, 1, 34)))
+    of = SpeculativeModel(backbone("shallow"), drafter, capture="off")
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3}
     plain = say(of, rows, speculate=False, **options)
     for offload, tree in ((False, "auto"), (True, TreeShape(12, 4))):

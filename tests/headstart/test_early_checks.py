@@ -1,7 +1,5 @@
 """What files show is said before weights are read: data, prompts, heads of another model, tokenizers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The last line of defence: whatever leaves a command is one line and a status, and an unforeseen error keeps its traceback in a file."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from pathlib import Path

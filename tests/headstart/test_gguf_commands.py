@@ -1,7 +1,5 @@
 """Every command on a backbone from a GGUF file, of which nothing else is there: no config.json, tokenizer or safetensors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What earlier versions had is refused in one line that says what takes its place; of other unknown names the likely one is offered."""
 
-from __future__ import annotations
-
 import pytest
 from small_run import status_of
 

@@ -1,14 +1,11 @@
 """What docs/security.md promises of what is written: no secret in a file, no escape sequence on a terminal, private temporary files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +40,7 @@ class TestSecrets:
             ("endpoint", "https://me:hunter2@host/v1"), ("endpoint", "https://hunter2@host/v1"), ("endpoint", "http://host/v1?key=hunter2"),
         ],
     )  # fmt: skip
-    def test_a_key_in_a_recipe_is_refused_and_not_shown(self, trained: Path, capsys: Any, key: str, value: str) -> None:
+    def test_a_key_in_a_recipe_is_refused_and_not_shown(self, trained: Path, key: str, value: str) -> None:
         message = refusal(lambda: load_recipe(trained / "recipe.yaml", [f"regenerate.{key}={json.dumps(value)}"]))
         assert f"regenerate.{key} is " in message and "not shown" in message and "hunter2" not in message
         assert not value or value not in message

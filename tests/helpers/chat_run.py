@@ -1,7 +1,5 @@
 """A chat model in miniature on disk, with a recipe for its conversations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

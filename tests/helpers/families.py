@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, N tree nodes.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ A check fails if the architecture does not do it. A `UserError` is a refusal, wh
 Shape suffixes: B batch, T positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path

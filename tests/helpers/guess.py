@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, D width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

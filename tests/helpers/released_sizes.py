@@ -3,8 +3,6 @@
 Values are those of each model's public config.json; a field left out has transformers' default for the class.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 LONG_FACTORS = [

@@ -1,7 +1,5 @@
 """A complete training run in miniature: a random backbone and a byte-level tokenizer on disk, text, and a recipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

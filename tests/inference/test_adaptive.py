@@ -1,7 +1,5 @@
 """How much is drafted and verified, on simulated machines, with simulated heads: against the best fixed tree and against plain decoding."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 

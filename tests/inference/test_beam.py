@@ -3,19 +3,16 @@
 Shape suffixes: B batch, N nodes.
 """
 
-from __future__ import annotations
-
 import copy
-import string
 from typing import Any
 
 import pytest
 import torch
+from arguments import tokenizer
 from families import DRAFTERS, FAMILIES, VOCAB, backbone, heads, left_padded, prompts, random_drafter, say, texts, tiny
 from test_generate import After, own
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone
@@ -153,11 +150,7 @@ def test_criteria_are_asked_once_a_step() -> None:
 
 
 def test_stop_strings() -> None:
-    letters = dict(zip(string.ascii_letters + string.digits, range(VOCAB), strict=False))
-    made = Tokenizer(models.BPE(letters, []))
-    made.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
-    same(drafting("shallow", "knowing"), row(), num_beams=3, stop_strings=["a", "k", "Z", "7"], tokenizer=tokenizer)
+    same(drafting("shallow", "knowing"), row(), num_beams=3, stop_strings=["a", "k", "Z", "7"], tokenizer=tokenizer())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -1,7 +1,5 @@
 """Parts of speculative beam search: the trie of a row's sequences, the features of its nodes, and how many drafts are worth verifying."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The ragged cache: after several passes it equals a fresh read of the sequence; attention masks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import FAMILIES, Scripted, backbone, left_padded, prompts, say, unpadded

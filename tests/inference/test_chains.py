@@ -1,7 +1,5 @@
 """Models whose states cannot branch along a tree: chains, read again in front of the next draft where they were not accepted."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

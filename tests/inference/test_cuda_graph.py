@@ -1,7 +1,5 @@
 """The parts of replays at fixed addresses: memory, recording, and what `torch.cuda` is asked for. test_graph_decoding.py decodes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

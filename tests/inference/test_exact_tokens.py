@@ -1,7 +1,5 @@
 """Rows of exact tokens: as a data format, as `headstart regenerate` keeps them, and that what is trained on is what was written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

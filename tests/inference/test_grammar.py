@@ -1,7 +1,5 @@
 """Text of a JSON schema or a regular expression: that of plain constrained decoding, with drafts, in batches, sampled and with beams."""
 
-from __future__ import annotations
-
 import json
 import re
 import string

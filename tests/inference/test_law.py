@@ -5,8 +5,6 @@ Seeds are fixed, so results are reproducible; a p-value below 1e-4 would be very
 Shape suffixes: B rows, P positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Sources: drafters and proposers in the decoding loop, their state between drafts, their costs by depth, and timed passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of several threads: on one model they take turns, on several models they run at once; every text is that of a call alone."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Shape suffixes: B batch, N tree nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

@@ -1,7 +1,5 @@
 """Adapters put on, switched or trained after heads were loaded: the text is PEFT's own, or one line says why not, as at loading."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Versions of transformers: the KV cache under both of its names, and a version that is newer than those tested."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

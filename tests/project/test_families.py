@@ -1,7 +1,5 @@
 """Every architecture through every check, and docs/families.md says the same."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`headstart export`: what is written is what was trained, in the layout of an engine."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`headstart import`: heads in the layouts of other trainers draft here what a plain reading of their files drafts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `headstart import` refuses: one line that names what is wrong, and nothing is written."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

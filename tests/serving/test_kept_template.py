@@ -1,7 +1,5 @@
 """One chat template for a checkpoint: saved with the heads, and used by every command and by `load`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """The reference reading of what a checkpoint's files say drafts what Headstart drafts, token by token, with the same logits."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

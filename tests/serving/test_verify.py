@@ -1,7 +1,5 @@
 """``headstart verify``: damaged exports are each caught, and the message names the likely cause."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

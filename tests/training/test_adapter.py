@@ -1,7 +1,5 @@
 """A LoRA adapter trained on the backbone together with heads (Medusa-2): training, bit-for-bit resume, saving and decoding."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """What ``auto`` stands for: chosen by the size of the run, shown by the plan, used and recorded by training, kept when a run goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, M anchors, N tree nodes, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The recipe alone says how a run trains, whatever the environment says: a launcher's configuration, or the state of the process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

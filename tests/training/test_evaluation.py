@@ -1,7 +1,5 @@
 """No evaluation costs a training: heads and state are saved before it, and whatever becomes of it, the run goes on or is resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -75,9 +73,7 @@ def test_one_that_fails_is_a_warning(
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
-def test_one_that_fails_on_a_sharded_backbone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], alone: bool
-) -> None:
+def test_one_that_fails_on_a_sharded_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     """All processes decode: if all fail, the run goes on; if one does, it ends instead of waiting for hours."""
     recipe, said, real = make_recipe(tmp_path, train={"steps": 2}), tmp_path / "said", evaluation.evaluate
     monkeypatch.setattr(evaluation, "evaluate", lambda *args: broken() if not alone or os.environ["RANK"] == "1" else real(*args))
@@ -143,9 +139,7 @@ def test_heads_that_cannot_be_saved_do_not_cost_the_state(
     assert provenance(tmp_path / "out")["tau"] == provenance(whole)["tau"]
 
 
-def test_a_log_that_cannot_be_written_does_not_cost_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_that_cannot_be_written_does_not_cost_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(tmp_path, train={"steps": 3})
     write, full = Log._write, OSError(28, "No space left on device")
 

@@ -1,8 +1,6 @@
 """Faults of the machine: whatever file operation fails or is the last before a kill, what was saved loads, and the run goes on to the
 weights of an undisturbed one, bit for bit. A fault costs one line."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -84,9 +82,7 @@ class TestOneSave:
         assert status == NEVER and numbers.count(1) > 8 and numbers.count(2) > 5, numbers
         assert fail is not killed or numbers == sorted(numbers), "once the step is done it stays done"
 
-    def test_a_reader_finishes_the_step_or_says_that_it_cannot(
-        self, two: tuple[Drafter, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_reader_finishes_the_step_or_says_that_it_cannot(self, two: tuple[Drafter, Drafter], tmp_path: Path) -> None:
         folder = tmp_path / "heads"
         step = next(at for at in range(1, MOST) if self.interrupted(two[1], folder, at))
         assert step and (folder / PENDING / "headstart.json").exists()
@@ -190,7 +186,7 @@ class TestRun:
     def test_every_operation(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.sweep(recipe, tmp_path, capsys, slice(None))
 
-    def test_the_error_of_the_safetensors_library(self, recipe: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_error_of_the_safetensors_library(self, recipe: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*args: Any) -> None:
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

@@ -1,7 +1,5 @@
 """How the objective is computed: in chunks, each readout once, in which dtypes; and feature regression with or without a divergence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS

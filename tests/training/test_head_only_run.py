@@ -1,7 +1,5 @@
 """Training from a feature cache loads the backbone's embedding, final norm and output layer alone, and learns the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training on rows with images: read by the model's own pass, live and from a cache, the same again when resumed."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

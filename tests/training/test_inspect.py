@@ -1,7 +1,5 @@
 """``headstart inspect``: shows the label tokens, the statistics of the data, and the contents of a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

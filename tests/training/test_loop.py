@@ -1,7 +1,5 @@
 """The training loop: it trains the drafter alone, and the loss does not depend on how a step is split."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

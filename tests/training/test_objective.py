@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, K depth.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Heads trained on one continuation draft nearly all of it: anything less is a fault of alignment or masking."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``headstart plan``: its memory estimate matches a real step, a recipe that fits fits, and errors are one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

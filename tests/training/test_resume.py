@@ -1,7 +1,5 @@
 """A killed run resumes to the weights of an undisturbed one, bit for bit; what cannot be resumed is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

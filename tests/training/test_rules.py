@@ -1,7 +1,5 @@
 """Recipes by rule: the shipped ones are what recipes/write.py writes, plan, and train on shrunk models; so do those of new-recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """A run's log is kept across a resume; the tables of compare, and trackers, get the same numbers."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -1,7 +1,5 @@
 """Training on hidden states from servers: the live losses, through servers that fail, and every kind of wrong states by its cause."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Heads trained together on one forward pass of the backbone end in the weights that each would have alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

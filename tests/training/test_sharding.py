@@ -1,7 +1,5 @@
 """Several processes equal one, replicated (DDP) or sharded (FSDP2), backbone included; whole checkpoints, resumable on any number."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

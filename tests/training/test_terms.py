@@ -3,8 +3,6 @@
 Shape suffixes: C positions of a chunk, V draft vocabulary.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS, mixture, smooth_l1

@@ -1,8 +1,6 @@
 """Heads for models that decoding refuses (Jamba), and for one of several streams of states (DeepSeek-V4): recipe, plan, training here,
 from a cache and a server, export, verify on stored features."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``headstart compile``, and the commands that compile first."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

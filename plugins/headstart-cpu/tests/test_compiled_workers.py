@@ -1,7 +1,5 @@
 """Processes that compile: they end with the command that began them, however it ends, and say what fails."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

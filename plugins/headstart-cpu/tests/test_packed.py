@@ -1,7 +1,5 @@
 """oneDNN's products equal `F.linear`, have the same bits for any number of rows from two on, packed or not, and change no text."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

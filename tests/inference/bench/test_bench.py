@@ -181,7 +181,7 @@ def test_rows_that_end_early_are_counted_alike():
 
 
 @pytest.mark.slow
-def test_transformers_assisted_decoding_beside_heads(heads, tmp_path):
+def test_transformers_assisted_decoding_beside_heads(heads):
     on = heads.backbone
     others = [
         TransformersSystem(LOOKUP, on, {"prompt_lookup_num_tokens": 10}),

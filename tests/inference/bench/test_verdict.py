@@ -1,7 +1,5 @@
 """The verdict of `bench`: what exceeds the rounding measured in the run is a fault, in 16 bits too; near-ties are none."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -7,8 +7,6 @@ element i + 1.
 Shape suffixes: T positions, N elements, D width, G size of the GRU's state.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -11,8 +11,6 @@ positions, with the outputs of module k - 1 and the tokens k + 1 later.
 Shape suffixes: T rows, D width, X taps concatenated.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 

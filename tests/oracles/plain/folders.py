@@ -1,7 +1,5 @@
 """What an engine reads in a folder of heads: the tensors under one name each, the layers tapped, and the shapes that it expects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -10,8 +10,6 @@ A draft model is an ordinary causal language model with the backbone's vocabular
 reads the text, the root and mask tokens (``pard_token``) in one pass: the logits at the k-th mask draft depth k.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import count
 

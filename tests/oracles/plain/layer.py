@@ -6,8 +6,6 @@ Shape suffixes: T new positions, S all positions, D width, X width of the attent
 R rotated width of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """The check before training: how many answers are tokenised as they are written, and an error that says which is not, and why."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Columns of JSON text, speakers of ShareGPT files, and bad rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``recipes/conversations/run.sh``: one command from conversations to a report, which resumes where it stopped and names errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

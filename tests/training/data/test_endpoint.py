@@ -1,7 +1,5 @@
 """``headstart regenerate`` from a server: requests, retries, concurrency, kept answers, and error messages."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,8 +1,6 @@
 """A server that is slow, wrong, partial, busy, broken or silent costs a wait or one line; what was answered is kept, and the next run asks
 for the rest."""
 
-from __future__ import annotations
-
 import json
 import socketserver
 import threading

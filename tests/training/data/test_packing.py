@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of two columns, a prompt and its answer, by their usual names and by those of the recipe."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is trained on is the prompt of decoding and then the tokens written, for the shapes of published templates in every situation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``headstart regenerate`` in process: turn by turn, independent of batch and order, resumed to the same file, errors named."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

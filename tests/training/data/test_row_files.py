@@ -1,7 +1,5 @@
 """Files that people have: compressed lines, tables, JSON lines in .json, patterns, folders of `Dataset.save_to_disk`."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """What is trained on is the prompt of decoding and then the tokens that the model writes: templates that make this hard."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
