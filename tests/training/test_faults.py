@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.support.errors import UserError
@@ -167,17 +168,12 @@ class TestRun:
             lines = errors(capsys)
             assert statuses[-1] in (0, 2) and len(lines) == (statuses[-1] == 2), (at, counted.seen[at - 1], lines)
             if (out / "headstart.json").exists() or (out / PENDING).exists():
-                load_drafter(out, self.on(tmp_path))
+                load_drafter(out, load_backbone(str(tmp_path / "backbone"), device="cpu"))
             assert main([str(recipe), f"save.dir={out}"]) == 0
             assert (out / WEIGHTS).read_bytes() == weights, (at, counted.seen[at - 1])
             assert [line["step"] for line in read_log(out) if "loss" in line] == [1, 2, 3]
             assert not [path for path in out.rglob(".*")]
         assert len(statuses) == len(tried) > 3 and 2 in statuses
-
-    def on(self, tmp_path: Path) -> Any:
-        from headstart.heads.backbone.backbone import load_backbone
-
-        return load_backbone(str(tmp_path / "backbone"), device="cpu")
 
     def test_some_operations(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.sweep(recipe, tmp_path, capsys, slice(None, None, 29))

@@ -77,11 +77,8 @@ def test_the_backbone_reads_a_batch_once(tmp_path: Path) -> None:
 def test_an_override_reaches_its_drafter(together: Path) -> None:
     recipe = load_recipe(together / "recipe.yaml", ["heads.wide.depth=5", "heads.wide.train.lr=0.5", "train.max_grad_norm=9"])
     wide, other = recipe.per_drafter()["wide"], recipe.per_drafter()["other-taps"]
-    assert (wide.drafter, wide.train.lr, wide.train.max_grad_norm) == (
-        {"kind": "medusa", "depth": 5},
-        0.5,
-        9,
-    ) and other.train.max_grad_norm == 0.1
+    assert (wide.drafter, wide.train.lr, wide.train.max_grad_norm) == ({"kind": "medusa", "depth": 5}, 0.5, 9)
+    assert other.train.max_grad_norm == 0.1
     assert wide.objective.terms == {"ce": 0.5, "tv": 0.5} and wide.save.dir.endswith("out/wide")
     assert list(load_recipe(together / "recipe.yaml", ["heads=[{kind: medusa}]"]).per_drafter()) == ["medusa"]
 

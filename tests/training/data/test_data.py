@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
@@ -21,26 +19,13 @@ ROWS = [{"text": f"It is {word}."} for word in ("two", "three", "fünf", "six")]
 
 
 def write(path: Path, rows: list[dict]) -> str:
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text(lines + "\n")  # an empty line at the end is ignored
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + "\n")  # an empty line at the end is ignored
     return str(path)
 
 
 def sample(tokens: list[int], learn: str = "") -> Sample:
     """``learn``: one character per token, x for a label token; empty marks all."""
     return Sample(torch.tensor(tokens), torch.tensor([mark == "x" for mark in learn or "x" * len(tokens)]))
-
-
-def test_conversations_survive_parquet(tmp_path):
-    rows = [{"messages": chat(*TURNS)}, {"messages": [{"role": "user", "content": "Hi", "name": "x"}, *chat(TURNS[1])]}]
-    tokenizer = make_tokenizer(CHATML)
-    read = read_rows(write(tmp_path / "rows.parquet", rows))
-    there, _ = make_samples(read, tokenizer, Data(train="x"), source="x")
-    here, _ = make_samples(rows, tokenizer, Data(train="x"), source="x")
-    assert [s.tokens.tolist() for s in there] == [s.tokens.tolist() for s in here]
 
 
 def test_datasets_by_name_and_by_folder(tmp_path, monkeypatch):
@@ -56,12 +41,6 @@ def test_datasets_by_name_and_by_folder(tmp_path, monkeypatch):
     write(tmp_path / "someone" / "corpus" / "rows.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)
     assert read_rows("someone/corpus", split="train_sft", subset="en") == ROWS
-
-
-def test_a_dataset_that_is_not_there_is_named():
-    with pytest.raises(UserError, match="no data nobody/nothing, split train: it is no file here, and https://.+; give a file") as caught:
-        read_rows("nobody/nothing")
-    assert "\n" not in str(caught.value)
 
 
 def test_held_out_rows_are_spread_and_never_trained_on():

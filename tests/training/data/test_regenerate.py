@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, GEMMA, make_tokenizer
-from families import build
-from transformers import GenerationConfig
+from chat_run import make_chat_model
+from chat_templates import CHATML, GEMMA
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
@@ -21,7 +20,6 @@ from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.regenerate.items import Conversation, read_items
 from headstart.training.regenerate.partial import PartialFile
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 192}
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=24")
 QUESTIONS = ["What is two?", "And three?", "Hi there", "Is it four?", "Six or two?", "What is it?"]
 
@@ -29,14 +27,7 @@ QUESTIONS = ["What is two?", "And three?", "Hi there", "Is it four?", "Six or tw
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A backbone with a chat template whose answers end after about ten tokens, since one token in ten ends them."""
-    folder = tmp_path_factory.mktemp("talker")
-    tokenizer = make_tokenizer(CHATML)
-    model = build("Llama", SIZES | {"vocab_size": len(tokenizer)})
-    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    model.generation_config = GenerationConfig(eos_token_id=[ends, *range(100, 140)], pad_token_id=0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_chat_model(tmp_path_factory.mktemp("talker"), num_hidden_layers=3, max_position_embeddings=192)
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:

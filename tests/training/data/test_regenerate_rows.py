@@ -69,9 +69,8 @@ def test_unfinished_answers_are_kept_if_asked_for(ask: Any, tmp_path: Path, caps
     whole, less, kept = ({row["row"]: row["messages"] for row in rows} for rows in files)
     assert 0 < len(less) == len(rows) - dropped["rows_dropped"] < len(rows)
     assert len(kept) == len(rows) == report["rows_written"] and report["truncated"] == dropped["truncated"] > 0
-    assert f"{report['truncated']} rows had an answer that did not end within regenerate.max_new_tokens, which is kept cut off" in (
-        capsys.readouterr().err
-    )
+    line = f"{report['truncated']} rows had an answer that did not end within regenerate.max_new_tokens, which is kept cut off"
+    assert line in capsys.readouterr().err
     cut = 0
     for row, messages in kept.items():
         before, last = messages[:-1], messages[-1]
