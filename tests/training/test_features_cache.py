@@ -206,7 +206,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch:
     assert main(command) == 2
     assert "new needs 0.0 MB and the disk has 67.1 MB free; make room" in said(capsys) and not (tmp_path / "new").exists()
     monkeypatch.undo()
-    assert main(command) == 0
+    assert train(command) == 0
     assert size["bytes"] <= shards(tmp_path / "new")[0].stat().st_size <= size["bytes"] + 2000
     assert main([*command, "cache.dir=null"]) == 2
     assert "cache.dir is not set" in said(capsys)
@@ -264,12 +264,12 @@ def test_a_resumed_run_reads_what_was_kept(recipe: str, tmp_path: Path, passes: 
     assert len(kept) == 40
     kept[3].write_bytes(kept[3].read_bytes()[:-9])  # damaged: read anew
     passes.clear()
-    assert main(command) == 0
+    assert train(command) == 0
     assert sum(passes) < 10 and not (parts / "state" / "features").exists()  # the start values' and evaluation's
     ours, others = (load_file(folder / "model.safetensors") for folder in (whole, parts))
     assert all(torch.equal(ours[name], others[name]) for name in ours)
     (parts / "state" / "features" / "of a run that was killed at its end").mkdir(parents=True)
-    assert main(command) == 0 and not (parts / "state" / "features").exists()
+    assert train(command) == 0 and not (parts / "state" / "features").exists()
 
 
 def test_features_that_do_not_fit_on_the_disk_are_computed_again(recipe: str) -> None:
