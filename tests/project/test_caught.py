@@ -38,7 +38,7 @@ FAULTS = (
     Fault("lengths of the wrong rows", "heads/kv/ragged_cache.py",
           "[self._lengths[row] for row in rows], [self.offsets", "self._lengths[: len(rows)], [self.offsets", "inference/test_cache.py"),
     Fault("a ring forgets its sink", "heads/kv/draft_cache.py",
-          "return torch.where(slots_S < sink, slots_S, positions_BS)", "return positions_BS", "heads/test_window.py"),
+          "return torch.where(slots_S < sink, slots_S, positions_BS)", "return positions_BS", "heads/test_cached_layer.py"),
     # the objective, data, the run
     Fault("the teacher is a token late", "training/objective/loss_rows.py",
           "LossRows(features.hidden_BTD[at]", "LossRows(features.hidden_BTD[at[0], at[1] + 1]", "training/test_objective.py"),
