@@ -1,7 +1,5 @@
 """Prompts, and whether there is an engine. `make test-engines` runs these tests; `make test` does not."""
 
-from __future__ import annotations
-
 import pytest
 from trained import ROOT
 

@@ -8,8 +8,6 @@ other arithmetic are SGLang's. ``INPUTS`` holds ``ids_T``, ``hidden_TX`` (what t
 state), ``embed_VD`` and ``unembed_VD``; the result is ``logits_TV``, of EAGLE-3 over its draft vocabulary.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

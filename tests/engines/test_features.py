@@ -1,7 +1,5 @@
 """Training on hidden states of two real vLLM servers, one of which is killed: every loss is that of the run in process (fp32)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """llama.cpp drafts with an exported GGUF what Headstart drafts, token by token (``make engines`` installs it in .venv-llamacpp)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SGLang's own modules load heads trained here and give the same logits (its engine has no CPU build to install)."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Heads that the tests of engines share, trained for a minute each and kept in out/engines."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

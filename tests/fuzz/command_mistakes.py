@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """Mistakes on the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mistake import BENCH, CHAT, GENERATE, HUGE, Mistake

@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """Mistakes in data, prompts and standard input."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """Damaged checkpoints, backbones, feature caches and other files that the project itself writes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A folder with all that the commands read, in miniature: a backbone with a chat template, heads, data, prompts, a recipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """A mistake as a command, and what the lists of mistakes share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 python tests/fuzz/mistakes.py [WORD [N]]   # every mistake, or every Nth, whose name has WORD, in a process of its own, and how it ended
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import select

@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """Mistakes in recipes, overrides and the places where runs are saved."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

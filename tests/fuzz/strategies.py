@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """What inputs are made of: awkward values, and documents with a part replaced, removed or cut."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

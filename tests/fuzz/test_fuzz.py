@@ -4,8 +4,6 @@
 `make fuzz` tries more inputs. A failure found there belongs into mistakes.py, by name.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

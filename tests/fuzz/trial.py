@@ -1,7 +1,5 @@
 """Run a command in this process, with a limit of time, and judge how it ended."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

@@ -3,8 +3,6 @@
 Shape suffixes: M anchors, K depth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,7 @@ from typing import Any, Literal
 import families
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from by_the_book import MIXED_TERMS
-from forked import Forked
 from guess import TinyDrafter, V, batch, run, small_backbone
 from small_run import make_recipe, read_log
 from test_fused import Feature
@@ -170,33 +166,11 @@ def test_the_deeper_share_keeps_depth_0_and_the_expected_loss(backbone: Backbone
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-def test_a_run_with_a_deeper_share_does_not_depend_on_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_run_with_a_deeper_share_does_not_depend_on_the_split(tmp_path: Path) -> None:
     drafter = {"kind": "eagle3", "depth": 3, "deeper_share": 0.4}
     recipe = str(make_recipe(tmp_path, drafter=drafter, train={"steps": 8, "batch_size": 4}, data={"eval_rows": 0}))
     assert main([recipe, f"save.dir={tmp_path}/whole"]) == 0
     assert main([recipe, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
     whole, pieces = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces"))
     assert [line["loss"] for line in pieces] == pytest.approx([line["loss"] for line in whole], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_run_at_anchors_learns_and_does_not_depend_on_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Includes on-policy training: its rollouts take all depths from one step, each corrected by the token drafted before it."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
-    train = {"steps": 16, "batch_size": 5, "schedule": "constant", "lr": 2e-2}
-    settings = {"on_policy": 0.5, "on_policy_share": 0.3}
-    recipe = str(make_recipe(tmp_path, objective=settings, train=train, data={"eval_rows": 0}))
-    kind = "drafter={kind: tests.helpers.block_head}"
-    assert main([recipe, kind, f"save.dir={tmp_path}/whole"]) == 0
-    assert main([recipe, kind, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
-    output = tmp_path / "said"
-    assert Forked(2, [recipe, kind, f"save.dir={tmp_path}/two"], output).wait() == 0, output.read_text()[-3000:]
-    whole, *others = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces", "two"))
-    early, late = (sum(sum(line["accuracy"]) for line in lines) for lines in (whole[:4], whole[-4:]))
-    assert late > 5 * early
-    for other in others:
-        for key in ("loss", "grad_norm"):
-            assert [line[key] for line in other] == pytest.approx([line[key] for line in whole], rel=1e-4)

@@ -1,7 +1,5 @@
 """The backbone: readout and taps equal the model's own, and unsuitable models are refused in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -162,12 +160,6 @@ def test_missing_backbones(tmp_path: Path) -> None:
     assert "config.json" in refused(tmp_path / "empty")
     with pytest.raises(UserError, match="tokenizer"):
         load_tokenizer(str(tmp_path / "empty"))
-
-
-def test_pickled_weights_are_not_read(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    assert "safetensors" in refused(folder)
 
 
 def test_damaged_backbones(folder: Path) -> None:

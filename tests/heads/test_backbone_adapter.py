@@ -1,7 +1,5 @@
 """Heads trained on a backbone that carries a frozen PEFT adapter, and adapters on quantized backbones."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -12,7 +10,7 @@ import peft
 import pytest
 import torch
 from families import prompts, random_drafter, texts, tiny
-from small_run import make_recipe
+from small_run import make_recipe, train_once
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import headstart
@@ -48,9 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = AutoModelForCausalLM.from_pretrained(where / "backbone")
     save_adapter(model, where / "given", use_dora=True)
     save_adapter(AutoModelForCausalLM.from_pretrained(where / "backbone"), where / "other", seed=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        assert main(["train", str(recipe), f"backbone.adapter={where}/given"]) == 0
+    train_once(recipe, f"backbone.adapter={where}/given")
     return where
 
 

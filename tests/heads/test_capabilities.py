@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, K depth, D width, M anchors.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

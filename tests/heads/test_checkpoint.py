@@ -1,7 +1,5 @@
 """A checkpoint is the directory that serving engines load; missing, damaged or mismatched ones are refused in one line."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
@@ -13,6 +11,7 @@ import pytest
 import torch
 from families import DRAFTERS, LAYERS, VOCAB, backbone, left_padded, prompts, random_drafter, say, texts, tiny
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import headstart
 from headstart.heads import card
@@ -39,54 +38,18 @@ def saved(kind: str, folder: Path, **arguments: Any) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize("draft_vocab_size", [None, DV])
-def test_eagle3_is_the_portable_directory(tmp_path: Path, draft_vocab_size: int | None) -> None:
-    drafter = random_drafter("eagle3", backbone("llama"), draft_vocab_size=draft_vocab_size)
+def test_a_draft_vocabulary_is_kept_as_offsets_and_marks(tmp_path: Path) -> None:
+    drafter = random_drafter("eagle3", backbone("llama"), draft_vocab_size=DV)
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DV]
-    if draft_vocab_size is not None:
-        drafter.use_vocabulary(ids)
+    drafter.use_vocabulary(ids)
     drafter.save_pretrained(tmp_path)
-    expected = {
-        "fc.weight": [D, 3 * D],
-        "midlayer.self_attn.q_proj.weight": [HC, 2 * D],
-        "midlayer.self_attn.k_proj.weight": [KVC, 2 * D],
-        "midlayer.self_attn.v_proj.weight": [KVC, 2 * D],
-        "midlayer.self_attn.o_proj.weight": [D, HC],
-        "midlayer.mlp.gate_proj.weight": [FF, D],
-        "midlayer.mlp.up_proj.weight": [FF, D],
-        "midlayer.mlp.down_proj.weight": [D, FF],
-        "midlayer.input_layernorm.weight": [D],
-        "midlayer.hidden_norm.weight": [D],
-        "midlayer.post_attention_layernorm.weight": [D],
-        "norm.weight": [D],
-        "lm_head.weight": [draft_vocab_size or VOCAB, D],
-    }
-    tensors, vocabulary = tensors_of(tmp_path / "model.safetensors"), {}
     assert len({file.stat().st_mode for file in tmp_path.iterdir() if file.is_file()}) == 1, "who may read the card may read the weights"
-    if draft_vocab_size is not None:
-        vocabulary |= {"d2t": ([DV], "I64"), "t2d": ([VOCAB], "BOOL")}
-        with safe_open(tmp_path / "model.safetensors", "pt") as opened:
-            d2t, t2d = opened.get_tensor("d2t"), opened.get_tensor("t2d")
-        assert torch.equal(d2t, ids.sort().values - torch.arange(DV)) and torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(DV))
-    assert tensors == {name: (shape, "F32") for name, shape in expected.items()} | vocabulary
+    tensors = load_file(tmp_path / "model.safetensors")
+    d2t, t2d = tensors["d2t"], tensors["t2d"]
+    assert (d2t.dtype, t2d.dtype, tensors["lm_head.weight"].shape) == (torch.int64, torch.bool, (DV, D))
+    assert torch.equal(d2t, ids.sort().values - torch.arange(DV)) and torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(DV))
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
-    assert config["norm_before_residual"] is False and config["attention_bias"] is False and config["tie_word_embeddings"] is False
-    assert config["draft_vocab_size"] == (draft_vocab_size or VOCAB) and config["vocab_size"] == VOCAB
-    assert config["eagle_aux_hidden_state_layer_ids"] == list(drafter.taps)
-    assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in drafter.taps]}
-    sizes = {
-        "hidden_size": D,
-        "intermediate_size": FF,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    assert {key: config[key] for key in sizes} == sizes
-    assert config["num_aux_hidden_states"] == 3 and config["max_position_embeddings"] == 256 and config["hidden_act"] == "silu"
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] and "rope_scaling" in config
-    assert config["rms_norm_eps"] == 1e-6 and config["torch_dtype"] == config["dtype"] == "float32"
+    assert (config["architectures"], config["draft_vocab_size"], config["vocab_size"]) == (["LlamaForCausalLMEagle3"], DV, VOCAB)
 
 
 def test_other_taps_are_written_in_both_numberings(tmp_path: Path) -> None:

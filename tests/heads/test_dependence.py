@@ -1,7 +1,5 @@
 """Models whose tokens are computed otherwise beside other tokens: the probe finds them, drafts rest, rows are decoded one at a time."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -43,7 +41,7 @@ def test_the_probe_tells_layers_that_look_at_other_rows() -> None:
     )
 
 
-def test_plain_layers_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_layers_are_not_tried() -> None:
     model, calls = tiny("shallow"), list[int]()
     for module in model.modules():
         if isinstance(module, nn.Linear):

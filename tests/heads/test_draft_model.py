@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, N tree nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path

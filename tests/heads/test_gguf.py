@@ -1,7 +1,5 @@
 """GGUF files as backbones: the model that transformers reads, its tokenizer, what ends a text, and one line for what cannot be read."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import struct

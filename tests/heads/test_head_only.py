@@ -1,7 +1,5 @@
 """The embedding, final norm and output layer of a backbone, read by name: equal to the whole model's, and nothing else is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

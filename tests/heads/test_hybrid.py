@@ -3,8 +3,6 @@
 Shape suffixes: L layers, B batch, H heads, N tree nodes, K key width, V value width (vocabulary for logits), C channels.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -13,11 +11,10 @@ import torch
 from families import VOCAB, Scripted, build, left_padded, prompts, random_drafter, say, texts, unpadded
 from test_tree import random_tree
 from torch import Tensor
-from torch.nn.functional import conv1d
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.recurrent import Added, Branch, Nodes, States, convolution_places, delta_rule
+from headstart.heads.backbone.recurrent import Added, Nodes, States, convolution_places, delta_rule
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree, TreeShape
@@ -100,20 +97,6 @@ def test_the_rule_over_a_tree_is_the_rule_token_by_token(size: int) -> None:
             assert torch.equal(after.window_LBCW[0, row], torch.cat([window[row], inputs[row][:, path]], -1)[:, -2:])
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_convolution_follows_the_path(bias: bool) -> None:
-    tree = random_tree(14, 50, seed=3)
-    _, depths_BN, seen_BNM = tree.tensors(torch.device("cpu"))
-    make = functools.partial(torch.randn, dtype=torch.float64)
-    inputs, window, weight, bias_C = make(3, 6, 14), make(3, 6, 3), make(6, 4), make(6) if bias else None
-    branch = Branch(States(make(1, 3, 2, 5, 3), window[None]), seen_BNM, depths_BN)
-    convolved = branch.convolve(0, inputs, weight, bias_C)
-    for row, parents in enumerate(tree.parents):
-        for node in range(len(parents)):
-            text = torch.cat([window[row], inputs[row][:, lines(tree, row, node)]], -1)
-            torch.testing.assert_close(convolved[row, :, node], conv1d(text[None], weight[:, None], bias_C, groups=6)[0, :, -1])
-
-
 def read_prompts(of: Backbone, rows: list[Tensor]) -> tuple[Reader, Any, Any]:
     reader, lengths_B = Reader(of, (1, 4), Capturer("off", torch.device("cpu"))), torch.tensor([len(row) for row in rows])
     padded = torch.stack([torch.cat([row, row.new_full((int(lengths_B.max()) - len(row),), 7)]) for row in rows])
@@ -179,20 +162,6 @@ def test_sampled_text_is_that_of_autoregressive_decoding(manner: str) -> None:
         assert unpadded(say(of, rows, seed=SEEDS, **options, **extra), rows) == plain
     one = on.model.generate(prompts()[3][None], custom_generate=of.generate, seed=SEEDS[3], **options)[0].tolist()
     assert one == plain[3][: len(one)] and not any(plain[3][len(one) :])
-
-
-def test_states_after_paths_are_kept_are_those_of_a_fresh_read() -> None:
-    on, rows = hybrid("qwen3_next"), prompts((9, 2, 9))
-    reader, _, cache = read_prompts(on, rows)
-    for seed in range(3):
-        tree = random_tree(9, VOCAB, seed=seed)
-        *_, added = reader.tree(cache, tree)
-        paths = [lines(tree, row, len(parents) - 1) for row, parents in enumerate(tree.parents)]
-        cache.keep(paths, added)
-        rows = [torch.cat([text, torch.tensor(tree.tokens[row])[paths[row]]]) for row, text in enumerate(rows)]
-        for row, text in enumerate(rows):
-            for one, other in zip(list_tensors(cache.states), list_tensors(read_prompts(on, [text])[2].states), strict=True):
-                torch.testing.assert_close(one[:, row], other[:, 0], atol=1e-4, rtol=1e-3)
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -3,8 +3,6 @@
 Tensors of 2^31 elements share the memory of a few thousand (stride 0).
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,11 +1,11 @@
-"""How a drafter is found by its name, and which of its arguments are refused."""
-
-from __future__ import annotations
+"""How a drafter is found by its name, which of its arguments are refused, and what Medusa and MLP heads start as."""
 
 from typing import Any
 
 import pytest
-from families import DRAFTERS, LAYERS, VOCAB, backbone
+import torch
+from families import DRAFTERS, LAYERS, VOCAB, backbone, texts
+from test_contract import CLOSE
 
 from headstart.heads.methods import build_drafter, find_drafter
 from headstart.support.errors import UserError
@@ -45,3 +45,24 @@ def test_every_drafter_is_found_by_its_file() -> None:
     for kind in DRAFTERS:
         assert find_drafter(kind).__module__ == f"headstart.heads.{kind}"
         assert find_drafter(f"headstart.heads.{kind}") is find_drafter(kind)
+
+
+def test_an_untrained_medusa_repeats_the_backbone() -> None:
+    on = backbone("llama")
+    drafter = build_drafter("medusa", on, {})
+    features = on.read(texts(1, 9))
+    for k, hidden in enumerate(drafter(features)):
+        torch.testing.assert_close(drafter.readout(hidden, k), on.readout(features.hidden_BTD[:, : hidden.shape[1]]), **CLOSE)
+
+
+def test_mlp_starts_from_the_backbones_embedding_and_output_layer_where_they_fit() -> None:
+    """At another width all is random, of the size that the weight of embeddings is made for."""
+    on = backbone("llama")
+    fitting, narrow = build_drafter("mlp", on, {"depth": 2}), build_drafter("mlp", on, {"depth": 2, "inner_dim": 20})
+    for k in range(2):
+        emb, head = (fitting.tensors()[f"speculator.{name}.{k}.weight"] for name in ("emb", "head"))
+        torch.testing.assert_close(emb / emb.norm(), on.embed.weight / on.embed.weight.norm())
+        assert torch.equal(head, on.unembed.weight)
+        randoms = [narrow.tensors()[f"speculator.{name}.{k}.weight"] for name in ("emb", "head", "proj")]
+        for weight, width in ((emb, on.dim), *((random, 20) for random in randoms)):
+            assert 0.85 < weight.square().mean().sqrt() * width**0.5 < 1.15

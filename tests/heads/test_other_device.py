@@ -1,7 +1,5 @@
 """Heads compute on the backbone's device alone: without a GPU, the backbone's tensors are on the meta device, which computes shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models whose rotary frequencies change with the sequence length: exact on either side of the change, and across LongRoPE's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention of tree passes repeats no keys and values, gives what repeating gives, and leaves other calls of transformers alone."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +11,6 @@ from shrink import model_of, shrink
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from headstart.heads.backbone import tree_attention as tree_attention_module
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.tree_attention import MAX_EXACT, MAX_QUERIES, attend, attend_as_queries, tree_attention
 
@@ -31,17 +28,21 @@ def test_both_ways_of_grouping_equal_repeated_keys(additive: bool) -> None:
             assert torch.allclose(way(query, keys, values, mask, scale), expected, atol=1e-6)
 
 
-def test_a_kernel_may_return_its_result_in_any_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
+class Transposed(TorchFunctionMode):
+    """Results of torch's kernel lie in another order."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.transpose(1, 2).contiguous().transpose(1, 2) if func is scaled_dot_product_attention else result
+
+
+def test_a_kernel_may_return_its_result_in_any_memory_order() -> None:
     """As CUDA kernels do."""
-
-    def transposed(*inputs: Any, **options: Any) -> Any:
-        return scaled_dot_product_attention(*inputs, **options).transpose(1, 2).contiguous().transpose(1, 2)
-
     query, keys, values = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 17, 8), torch.randn(2, 3, 17, 8)
     allowed = torch.rand(2, 1, 5, 17) > 0.3
     expected = attend_as_queries(query, keys, values, allowed, None)
-    monkeypatch.setattr(tree_attention_module, "scaled_dot_product_attention", transposed)
-    assert torch.equal(attend_as_queries(query, keys, values, allowed, None), expected)
+    with Transposed():
+        assert torch.equal(attend_as_queries(query, keys, values, allowed, None), expected)
 
 
 def test_a_single_query_in_bf16_is_summed_in_fp32() -> None:

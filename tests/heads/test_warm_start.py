@@ -1,7 +1,5 @@
 """A new run starts from trained heads: what is taken over, what is refused, and what the new checkpoint says about it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from families import VOCAB, backbone, random_drafter, tiny
 from safetensors.torch import load_file
-from small_run import make_recipe, read_log
+from small_run import make_recipe, read_log, train_once
 
 from headstart.cli.main import main as headstart
 from headstart.cli.train import main
@@ -33,11 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, and in ``out`` trained EAGLE-3 heads."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = make_recipe(folder, drafter=EAGLE3, train={"steps": 20, "lr": 1e-2}, eval={"prompts": 1})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(True)
-        assert main([str(recipe)]) == 0
-    return folder
+    return train_once(recipe)
 
 
 def saved(kind: str, folder: Path, tokens: torch.Tensor | None = None, **arguments: Any) -> Drafter:

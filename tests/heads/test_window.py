@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, N tree nodes, S slots, K depth.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +12,16 @@ import pytest
 import torch
 from families import VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
 from torch import Tensor
+from transformers import LlamaConfig
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.kv import draft_cache as node_slots
-from headstart.heads.kv.draft_cache import DraftCache, Ring, past_mask
+from headstart.heads.kv.draft_cache import DraftCache, NodeSlots, Ring, past_mask
 from headstart.heads.kv.rows import STEP
-from headstart.heads.layers.decoder_layer import rotary_at
+from headstart.heads.layers.decoder_layer import Rotary, rotary_at
 from headstart.inference.contract import chain, part, ragged
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -140,10 +139,14 @@ def test_what_lies_outside_the_window_is_never_computed() -> None:
     assert states[0].caches[0].keys_BGSC.shape[2] == STEP
 
 
-@pytest.mark.parametrize("window,sink,arguments", [(3, 1, {}), (None, 4, {"layers": 2, "sliding_window": 6})])
-def test_rows_leave_and_join_in_the_loop(window: int | None, sink: int, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "kind,window,sink,arguments",
+    [("eagle3", 3, 1, {}), ("eagle3", None, 4, {"layers": 2, "sliding_window": 6}), ("mtp", 6, 2, {}), ("mtp", 6, 2, {"shared": False})],
+)
+def test_rows_leave_and_join_in_the_loop(kind: str, window: int | None, sink: int, arguments: dict[str, Any]) -> None:
     """Of three rows two at a time, offloaded or not, in fixed and adaptive trees."""
-    of, rows = SpeculativeModel(backbone("shallow"), made(**arguments), capture="off"), left_padded(prompts((9, 1, 34)))
+    drafter, rows = random_drafter(kind, backbone("shallow"), **arguments), left_padded(prompts((9, 1, 34)))
+    of = SpeculativeModel(backbone("shallow"), drafter, capture="off")
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3}
     plain = say(of, rows, speculate=False, **options)
     for offload, tree in ((False, "auto"), (True, TreeShape(12, 4))):
@@ -226,3 +229,26 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ):
         assert main(["generate", "--heads", str(tmp_path / heads), "def f(x):", *more]) == 2
         assert said in capsys.readouterr().err
+
+
+LENGTHS = (6, 1, 9)
+CONFIG = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+
+
+def cache_of(dtype: torch.dtype) -> DraftCache:
+    cache = DraftCache.empty(torch.zeros(len(LENGTHS), dtype=dtype), (2, 24, 4), Rotary(CONFIG), None, False)
+    return DraftCache(cache.keys_BGSC, cache.values_BGSC, torch.tensor(LENGTHS), cache.rotation, cache.rotary)
+
+
+def test_hidden_nodes_are_not_attended_to_from_below() -> None:
+    cache, one = cache_of(torch.float32), torch.zeros(len(LENGTHS), 1, dtype=torch.int64)
+    hidden_B = torch.tensor([True, False, True])
+    root = NodeSlots.below(cache, None, one, 0, None)
+    child = NodeSlots.below(cache, root.hidden(hidden_B), one, 1, None)
+
+    def sees(nodes: NodeSlots, slots_BN: Tensor) -> list[bool]:
+        return (nodes.mask_BNS.gather(2, slots_BN[..., None]) == 0).flatten().tolist()
+
+    assert sees(root, root.slots_BN) == [True] * 3 and sees(child, child.slots_BN) == [True] * 3
+    assert sees(child, root.slots_BN) == [False, True, False]
+    assert (child.mask_BNS == 0).sum(-1).flatten().tolist() == [6 + 1, 1 + 2, 9 + 1]

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from chat_templates import VICUNA
+from small_run import status_of
 from talker import talker
 
 from headstart.cli import conversation as module
@@ -81,19 +82,24 @@ def test_the_systems_text_and_sampling(say):
     assert expected[0] != answers("two", settings=Settings(9, 0.8, 20), seed=5)[0]
 
 
-def test_an_answer_can_be_stopped(say, monkeypatch, tmp_path):
-    put = Painter.put
+class Stopping(io.StringIO):
+    """Ctrl-C comes while the fourth piece of a line is written."""
 
-    def interrupted(self, value):
-        if self.tokens == 4:
+    pieces = 0
+
+    def write(self, text: str) -> int:
+        self.pieces = 0 if text.endswith("\n") else self.pieces + 1
+        if self.pieces == 4:
             raise KeyboardInterrupt
-        put(self, value)
+        return super().write(text)
 
-    monkeypatch.setattr(Painter, "put", interrupted)
+
+def test_an_answer_can_be_stopped(say, tmp_path):
     file = tmp_path / "said.json"
-    status, out, err = say("two\nsix\n", "--json", str(file))
+    with contextlib.redirect_stdout(Stopping()) as out:
+        status, _, err = say("two\nsix\n", "--json", str(file))
     report = json.loads(file.read_text())["answers"]
-    assert status == 0 and err.count("stopped, 4 tokens") == 2 and out.count("\n") == 2
+    assert status == 0 and err.count("stopped, 4 tokens") == 2 and out.getvalue().count("\n") == 2
     assert [(one["tokens"], one["tau"]) for one in report] == [(4, None)] * 2
     assert answers("two")[0].startswith(report[0]["answer"])  # the conversation continues from it
 
@@ -154,7 +160,6 @@ def test_questions_at_a_terminal(say):
 MISTAKES = {
     "no model": (["chat"], "give --heads DIR, or --backbone"),
     "no template": (["chat", "--backbone", "embedded"], "has no chat template, so it cannot chat"),
-    "no such heads": (["chat", "--heads", "./gone"], "no heads at './gone'"),
     "a report in a folder": (["chat", "--backbone", "embedded", "--json", "."], "--json . is a folder"),
     "a prompt": (["chat", "--backbone", "embedded", "hi"], "unrecognized arguments: hi"),
     "a template that knows no system": (["chat", "--backbone", "VICUNA", "--system", "a"], "only user and assistant"),
@@ -171,10 +176,7 @@ def test_a_mistake_is_one_line(name, house, tmp_path, stdin, capsys):
         tokenizer.save_pretrained(tmp_path)
         argv = [str(tmp_path) if word == "VICUNA" else word for word in argv]
     stdin("two\n")
-    try:
-        status = main(argv)
-    except SystemExit as ended:  # argparse's own wording
-        status = ended.code
+    status = status_of(argv)
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err, printed.err

@@ -1,7 +1,5 @@
 """Strict config models: accepted values, and one line for each mistake."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 import pytest

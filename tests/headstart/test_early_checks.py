@@ -1,21 +1,17 @@
 """What files show is said before weights are read: data, prompts, heads of another model, tokenizers."""
 
-from __future__ import annotations
-
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chat_templates import make_tokenizer
 from families import build
 from gguf_models import chat_model, write_gguf
 from small_run import make_recipe
-from transformers import AutoModelForCausalLM
 
 from headstart.cli.main import main
-from headstart.heads.backbone import backbone as loading
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.methods import build_drafter
 
@@ -32,6 +28,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(root / "other")
     build_drafter("medusa", load_backbone(str(root / "other"), device="cpu"), {"depth": 2}).save_pretrained(root / "heads")
     write_gguf(root / "chat.gguf", *chat_model(), kind="Q8_0")
+    (root / "bare").mkdir()
+    shutil.copy(root / "backbone" / "config.json", root / "bare")  # neither weights nor a tokenizer
+    (root / "backbone" / "model.safetensors").unlink()  # whatever reads weights fails otherwise
     (root / "prompts.jsonl").write_text('{"prompt": "What is two?"}\n')
     (root / "empty.jsonl").write_text("\n")
     (root / "broken.jsonl").write_text('{"text": \n')
@@ -46,11 +45,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command that must fail without reading weights; return its error."""
 
-    def read(*args: Any, **options: Any) -> Any:
-        raise AssertionError("weights are read")
-
     monkeypatch.chdir(house)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
 
     def run(*command: str) -> str:
         assert main(list(command)) == 2
@@ -78,16 +73,14 @@ def test_data(refused: Callable[..., str], command: str, file: str, message: str
 
 
 @pytest.mark.parametrize("command", ["train", "cache", "inspect"])
-def test_a_chat_template_and_a_tokenizer(refused: Callable[..., str], command: str, house: Path, tmp_path: Path) -> None:
+def test_a_chat_template_and_a_tokenizer(refused: Callable[..., str], command: str) -> None:
     assert "has no chat template" in refused(command, "recipe.yaml", "data.train=chats.jsonl", "cache.dir=features")
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(house / "backbone" / name)
-    assert refused(command, "recipe.yaml", f"backbone.path={tmp_path}", "cache.dir=features") == (
-        f"error: no tokenizer in '{tmp_path}': a tokenizer.json is missing there; save the model's with tokenizer.save_pretrained"
+    assert refused(command, "recipe.yaml", "backbone.path=bare", "cache.dir=features") == (
+        "error: no tokenizer in 'bare': a tokenizer.json is missing there; save the model's with tokenizer.save_pretrained"
     )
 
 
-@pytest.mark.parametrize("backbone", ["backbone", "chat.gguf"])
+@pytest.mark.parametrize("backbone", ["bare", "chat.gguf"])
 @pytest.mark.parametrize(
     "command",
     [
@@ -95,11 +88,7 @@ def test_a_chat_template_and_a_tokenizer(refused: Callable[..., str], command: s
         ["bench", "--heads", "heads", "--prompts", "prompts.jsonl"], ["verify", "heads"],
     ],
 )  # fmt: skip
-def test_heads_of_another_model(refused: Callable[..., str], command: list[str], backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def configured(*args: Any, **options: Any) -> Any:
-        raise AssertionError("a tokenizer is read")
-
-    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", configured)
+def test_heads_of_another_model(refused: Callable[..., str], command: list[str], backbone: str) -> None:
     line = refused(*command, "--backbone", backbone)
     assert "heads was trained on " in line and f"this backbone is {backbone} (" in line and "hidden_size 32" in line
 
@@ -131,5 +120,5 @@ def test_other_files(refused: Callable[..., str], given: list[str], message: str
     assert message in refused(*given, "--backbone", "backbone")
 
 
-def test_data_of_a_new_recipe(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_a_new_recipe(refused: Callable[..., str]) -> None:
     assert "data file missing.jsonl: there is no such file" in refused("new-recipe", "./nowhere", "--data", "missing.jsonl")

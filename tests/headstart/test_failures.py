@@ -1,7 +1,5 @@
 """The last line of defence: whatever leaves a command is one line and a status, and an unforeseen error keeps its traceback in a file."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from headstart.cli.main import Guard, main
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.inference.engine import request as memory
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
@@ -106,18 +103,16 @@ def test_an_accelerator_that_fails_in_a_forward_pass(
     assert status == (2 if said == "out of memory" else 70) and len(errors) == 1 and said in errors[0]
 
 
-def test_what_the_memory_cannot_hold_is_refused_before_anything_is_computed(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr(memory, "device_memory", lambda device: asked.append(device) or 100_000)
-    ids_BT: Tensor = torch.ones(4, 30, dtype=torch.long)
+def test_what_the_memory_cannot_hold_is_refused_before_anything_is_computed(recipe: Path) -> None:
+    ids_BT: Tensor = torch.ones(1 << 22, 1, dtype=torch.long)
     on = SpeculativeModel(load_backbone(str(recipe.parent / "backbone")))
-    few = {"tree": TreeShape(64, 4), "max_new_tokens": 4}
+    many = {"tree": TreeShape(4096, 4), "max_new_tokens": 4}
+    line = "4194304 sequences of 1 tokens with trees of 4096 nodes need at least .*; lower the batch size"
     with register_module_forward_pre_hook(lambda *of: pytest.fail("computed")):
-        with pytest.raises(UserError, match=r"4 sequences of 30 tokens with trees of 64 nodes need at least .*; lower the batch size"):
-            say(on, {"input_ids": ids_BT}, **few)
-        assert asked
+        with pytest.raises(UserError, match=line):
+            say(on, {"input_ids": ids_BT}, **many)
         with pytest.raises(pytest.fail.Exception, match="computed"):  # one sequence at a time fits
-            say(on, {"input_ids": ids_BT}, **few, batch_size=1)
+            say(on, {"input_ids": ids_BT[:9]}, **many, batch_size=1)
 
 
 def test_changes_of_a_recipe_stand_before_options_or_after_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

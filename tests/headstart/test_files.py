@@ -1,15 +1,15 @@
-"""Atomic file writes, locks between processes, hashes."""
-
-from __future__ import annotations
+"""Atomic file writes, locks between processes, hashes; tokens as text, one after another."""
 
 import os
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from chat_templates import make_tokenizer
 
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard_unfinished, file_hash, locked, require_file, value_hash, write_json
+from headstart.support.text import TokenTextStream, token_texts
 
 
 def test_a_file_that_is_not_there_is_compared_with_those_that_are(tmp_path: Path) -> None:
@@ -111,3 +111,15 @@ def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"pipe is a pipe; give a regular file$"), atomic(pipe) as temporary:
         temporary.write_text("{}")
     assert pipe.is_fifo() and [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_pieces_make_up_the_text() -> None:
+    tokenizer = make_tokenizer()
+    tokens = tokenizer("What is two? Six, ünder one condition.\n\n  日本 two")["input_ids"]
+    strings = token_texts(tokenizer, tokens)
+    assert len(strings) == len(tokens) and "".join(strings) == tokenizer.decode(tokens) and "\ufffd" not in "".join(strings)
+    assert strings[0] == "<s>" and token_texts(tokenizer, []) == []
+    half = token_texts(tokenizer, tokenizer("日", add_special_tokens=False)["input_ids"][:2])
+    assert half[0] == "" and "\ufffd" in half[1]  # the incomplete character
+    pieces = TokenTextStream(tokenizer, skip_special_tokens=True)
+    assert "".join(map(pieces.add, tokens)) + pieces.end() == tokenizer.decode(tokens, skip_special_tokens=True)

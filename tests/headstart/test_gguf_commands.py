@@ -1,7 +1,5 @@
 """Every command on a backbone from a GGUF file, of which nothing else is there: no config.json, tokenizer or safetensors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_models import chat_model, write_gguf
+from small_run import train_once
 from transformers import GenerationConfig
 
 import headstart
@@ -52,10 +51,7 @@ def at(house: Path, monkeypatch: pytest.MonkeyPatch, on_the_cpu: None) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(house: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        assert main(["train", str(house / "recipe.yaml")]) == 0
-    return house / "heads"
+    return train_once(house / "recipe.yaml") / "heads"
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
@@ -111,10 +107,10 @@ def test_an_answer_ends_where_the_file_says(at: Path, capsys: pytest.CaptureFixt
     assert json.loads((at / "ending.json").read_text())["tokens"] in (2, 3)  # the prefill's may count
 
 
-def test_the_ends_are_looked_for_beside_the_file_and_not_on_the_hub(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Path] = []
-    monkeypatch.setattr(GenerationConfig, "from_pretrained", lambda path: asked.append(Path(path)) or GenerationConfig(eos_token_id=[3, 4]))
-    assert read_end_tokens("chat.gguf") == (3, 4) and [path.is_dir() for path in asked] == [True]
+def test_the_ends_are_looked_for_beside_the_file_and_not_on_the_hub(at: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat.gguf").symlink_to(at / "chat.gguf")
+    GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
+    assert read_end_tokens(str(tmp_path / "chat.gguf")) == (3, 4)
 
 
 def test_plan_reads_the_header(at: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,17 @@
 """Without the hub: what is named on it is an error of one line at once, and what its cache holds is used."""
 
-from __future__ import annotations
-
+import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from huggingface_hub import constants
 
@@ -23,6 +24,8 @@ from headstart.support.errors import UserError, waiting
 from headstart.support.hub import SMOLLM2
 from headstart.training.data.rows import read_rows
 
+ROOT = Path(__file__).parents[2]
+NOWHERE, SNAPSHOT = "http://127.0.0.1:9", "0" * 40
 NAMED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "a tokenizer": (load_tokenizer, "someone/thing", "give its folder or GGUF file"),
     "a configuration": (load_config, "someone/thing", "give its folder or GGUF file"),
@@ -34,48 +37,46 @@ NAMED: dict[str, tuple[Callable[[str], Any], str, str]] = {
 }
 
 
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub is at a port where nobody listens, and nothing waits to try again."""
-
-    def sleep(seconds: float) -> None:
-        raise AssertionError(f"it waits for {seconds} s, to ask the hub again")
-
-    for module in (constants, datasets.config):
-        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(time, "sleep", sleep)
-    hub._unreachable.cache_clear()
-
-
-@pytest.mark.parametrize("what", NAMED)
-def test_without_a_network_one_line_says_what_to_do_instead(no_network: None, what: str) -> None:
-    read, name, remedy = NAMED[what]
+def refusal(read: Callable[[str], Any], name: str) -> str:
     with pytest.raises(UserError) as caught:
         read(name)
-    said = str(caught.value)
-    assert repr(name) in said or f"data {name}" in said
-    assert "http://127.0.0.1:9 is out of reach (" in said and "refused" in said and "its cache holds no whole copy" in said
-    assert remedy in said
-    assert not constants.HF_HUB_OFFLINE, "that is the user's to set"
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process finds whose hub is at a port where nobody listens, and which has a folder of heads in its cache."""
+    cache = tmp_path_factory.mktemp("cache")
+    repository = cache / "hub" / "models--someone--heads"
+    for path, content in ((repository / "snapshots" / SNAPSHOT / "headstart.json", "{}"), (repository / "refs" / "main", SNAPSHOT)):
+        path.parent.mkdir(parents=True)
+        path.write_text(content)
+    reached = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "0")
+    environment = os.environ | reached | {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, __file__], env=environment, cwd=cache, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_without_a_network_one_line_says_what_to_do_instead(found: dict[str, Any]) -> None:
+    for what, (_, name, remedy) in NAMED.items():
+        said = found["said"][what]
+        assert repr(name) in said or f"data {name}" in said
+        assert f"{NOWHERE} is out of reach (" in said and "refused" in said and "its cache holds no whole copy" in said
+        assert remedy in said
+    assert not found["waits"], "seconds, to ask the hub again"
+    assert not found["offline"], "that is the user's to set"
 
 
 def test_the_setting_of_the_hubs_library_gives_the_same_line() -> None:
     for read, name, remedy in NAMED.values():
-        with pytest.raises(UserError, match=r"https://huggingface.co is out of reach \(HF_HUB_OFFLINE is set\)") as caught:
-            read(name)
-        assert remedy in str(caught.value)
+        said = refusal(read, name)
+        assert "https://huggingface.co is out of reach (HF_HUB_OFFLINE is set)" in said and remedy in said
 
 
-def test_what_the_cache_holds_is_used(no_network: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    repository = tmp_path / "models--someone--thing"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot / "headstart.json").write_text("{}")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert hub.find_folder("someone/thing", "heads") == snapshot
+def test_what_the_cache_holds_is_used(found: dict[str, Any]) -> None:
+    assert Path(found["folder"]).name == SNAPSHOT
 
 
 def test_what_is_waited_for_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,3 +103,11 @@ def test_the_fetched_file_is_the_last_line(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(tmp_path / "tests" / "real" / "fetch.py"), run_name="__main__")
     assert Path(capsys.readouterr().out.splitlines()[-1]).resolve() == file.resolve()
+
+
+if __name__ == "__main__":
+    waits: list[float] = []
+    sys.addaudithook(lambda event, given: waits.append(given[0]) if event == "time.sleep" else None)
+    answers = {what: refusal(read, name) for what, (read, name, _) in NAMED.items()}
+    folder = str(hub.find_folder("someone/heads", "heads"))
+    print(json.dumps({"said": answers, "waits": waits, "folder": folder, "offline": constants.HF_HUB_OFFLINE}))

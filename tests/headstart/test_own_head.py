@@ -1,7 +1,5 @@
 """``headstart new-head`` and ``check-head``: the page docs/add_a_head.md as a reader follows it, and heads that break the contract."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,8 +1,6 @@
 """What docs/security.md promises: no pickle, no code but what the user asks for, no path out of a folder, no secret in a file, no escape
 sequence on a terminal, nothing that others may read while it is written."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,15 +1,11 @@
 """What docs/security.md promises of what is written: no secret in a file, no escape sequence on a terminal, private temporary files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import os
 import stat
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,25 +33,6 @@ class TestSecrets:
             assert not [value for value in SECRETS.values() if value.encode() in content], file
         assert b"SERVER_KEY" in (trained / "out" / "headstart.json").read_bytes(), "the variable's name is no secret"
 
-    def test_wandb_gets_the_name_of_the_variable(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from headstart.training.run import log
-
-        given: dict[str, Any] = {}
-
-        class Recorder:
-            def __init__(self, *args: Any, config: dict[str, Any], **options: Any) -> None:
-                given.update(config)
-
-            def start(self) -> None:
-                """Nothing is sent."""
-
-        for name, value in SECRETS.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(log, "WandBTracker", Recorder)
-        monkeypatch.setitem(sys.modules, "wandb", type(sys)("wandb"))
-        log._start_wandb(load_recipe(trained / "recipe.yaml", ["log.wandb=offline"]), None)
-        assert given["regenerate"]["api_key"] == "SERVER_KEY" and not [one for one in SECRETS.values() if one in json.dumps(given)]
-
     @pytest.mark.parametrize(
         ("key", "value"),
         [
@@ -63,7 +40,7 @@ class TestSecrets:
             ("endpoint", "https://me:hunter2@host/v1"), ("endpoint", "https://hunter2@host/v1"), ("endpoint", "http://host/v1?key=hunter2"),
         ],
     )  # fmt: skip
-    def test_a_key_in_a_recipe_is_refused_and_not_shown(self, trained: Path, capsys: Any, key: str, value: str) -> None:
+    def test_a_key_in_a_recipe_is_refused_and_not_shown(self, trained: Path, key: str, value: str) -> None:
         message = refusal(lambda: load_recipe(trained / "recipe.yaml", [f"regenerate.{key}={json.dumps(value)}"]))
         assert f"regenerate.{key} is " in message and "not shown" in message and "hunter2" not in message
         assert not value or value not in message

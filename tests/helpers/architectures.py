@@ -1,7 +1,5 @@
 """The architectures of docs/families.md: those of the recipes, from published configurations, and others that transformers has."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import dataclass

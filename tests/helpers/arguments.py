@@ -4,8 +4,6 @@
 `test_arguments.py` holds it; run as a script, this writes the table of docs/decode.md.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Callable

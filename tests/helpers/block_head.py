@@ -4,8 +4,6 @@ depth by its parent token.
 Shape suffixes: B batch, M anchors, D width, K depth.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

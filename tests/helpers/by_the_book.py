@@ -3,8 +3,6 @@
 Shape suffixes: V draft vocabulary, D width.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A chat model in miniature on disk, with a recipe for its conversations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,13 @@ MANY_ENDS = list(range(100, 140))
 """Tokens that end an answer too, so that a random model ends one after about ten tokens."""
 
 
-def make_chat_model(folder: Path, template: str | None = CHATML, special: str = SPECIAL[CHATML], ends: list[int] | None = None) -> Path:
+def make_chat_model(
+    folder: Path, template: str | None = CHATML, special: str = SPECIAL[CHATML], ends: list[int] | None = None, **sizes: int
+) -> Path:
     """Write a random model whose decoding stops at ``<|im_end|>`` (or ``ends``), with a tokenizer of this template."""
     tokenizer = make_tokenizer(special=special)
     tokenizer.chat_template = template
-    model = build("Llama", SIZES | {"vocab_size": len(tokenizer)})
+    model = build("Llama", SIZES | {"vocab_size": len(tokenizer)} | sizes)
     stops = [tokenizer.convert_tokens_to_ids(special.split()[-1]), *MANY_ENDS] if ends is None else ends
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=0)
     model.save_pretrained(folder)

@@ -1,7 +1,5 @@
 """Capture backends that change what a captured forward pass computes, to see that it is noticed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The commands of the README, of docs/ and of ``--help``, and what they need to run: a small chat backbone, heads, files of rows."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -24,12 +22,12 @@ NOT_RUN = {
     "regenerate.endpoint=": "asks a server; tests/training/data/test_endpoint.py runs one",
     "serve-features": "starts or names a server; tests/training/test_served_features.py",
     "features.endpoint=": "asks a server; tests/training/test_served_features.py runs one",
-    "eagle3.yaml data.train=answers.jsonl cache.dir": "needs that cache; tests/training/data/test_regenerate_and_cache.py",
+    "eagle3.yaml data.train=answers.jsonl cache.dir": "needs that cache; tests/training/data/test_regenerate_rows.py",
     "glm.yaml cache.dir": "needs that recipe; tests/training/test_served_features.py writes a cache by a server",
     "--bench report.json": "uploads; tests/serving/test_push.py",
     "--engine vllm": "needs vLLM; make test-engines",
     "headstart import": "downloads; tests/serving/test_import.py imports every layout",
-    "someone/": "downloads; tests/serving/test_verify_exports.py",
+    "someone/": "downloads; tests/serving/test_verify_ties.py",
     "--heads smollm2": "downloads; tests/real/test_shipped_heads.py",
     "my_head": "in order: tests/headstart/test_own_head.py",
 }

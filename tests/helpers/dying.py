@@ -3,8 +3,6 @@
 A test can so kill a run at a given step without relying on timing, or make the loss of a step non-finite.
 """
 
-from __future__ import annotations
-
 import os
 
 from torch import Tensor

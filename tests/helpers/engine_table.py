@@ -1,7 +1,5 @@
 """The table of engines in docs/serving.md; ``python tests/helpers/engine_table.py docs/serving.md`` writes it anew."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Headstart's own drafts, by the decoding loop that users run, and those of the reference reading, in the form of an engine's."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace

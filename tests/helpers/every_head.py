@@ -1,7 +1,5 @@
 """The arguments with which tests of every head build each kind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from families import backbone

@@ -10,8 +10,6 @@ A class ends in trees or in chains, every token equal; with the line that refuse
 transformers itself does not build the tiny model, or does not write with it, nothing is known.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

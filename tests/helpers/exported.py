@@ -1,7 +1,5 @@
 """Heads of every kind saved on disk, and exports of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

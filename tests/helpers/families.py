@@ -1,9 +1,7 @@
 """Test helpers: tiny random backbones of the families we ship recipes for, drafters with random weights, and scripted drafters.
 
-Shape suffixes: B batch, T positions, N tree nodes, V vocabulary.
+Shape suffixes: B batch, T positions, N tree nodes.
 """
-
-from __future__ import annotations
 
 import functools
 import zlib

@@ -4,8 +4,6 @@ python tests/helpers/families_table.py --out docs/families.md           about si
 python tests/helpers/families_table.py --out docs/families.md --only gpt2 pythia-1b       these rows anew, the others as they are
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

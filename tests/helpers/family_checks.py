@@ -2,10 +2,8 @@
 
 A check fails if the architecture does not do it. A `UserError` is a refusal, whose text the table gives.
 
-Shape suffixes: B batch, T positions, K depth.
+Shape suffixes: B batch, T positions.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property

@@ -1,7 +1,5 @@
 """A file system that fails: the n-th operation on files below a folder raises, or ends the process as a kill would."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io

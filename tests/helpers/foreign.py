@@ -3,8 +3,6 @@
 D 32, 61 tokens and 6 layers are those of the tiny backbones.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

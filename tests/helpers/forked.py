@@ -1,7 +1,5 @@
 """Training processes forked from this one: libraries are already imported, so starting several takes no time."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

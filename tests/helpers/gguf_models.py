@@ -1,7 +1,5 @@
 """GGUF files of small models, as llama.cpp's converter and quantizer write them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The pairs are learned over the whole of the texts, across words, so that a rule 
 llama.cpp read the same files.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path

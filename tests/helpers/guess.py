@@ -1,17 +1,18 @@
 """A small drafter, a training batch, and a reference objective: a loop over positions with whole distributions.
 
-Shape suffixes: B batch, T positions, D width, V vocabulary, K depth.
+Shape suffixes: B batch, T positions, D width.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from by_the_book import dpace, mixture, smooth_l1
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
@@ -120,3 +121,16 @@ def run(way: Callable[..., Sums], wanted: Objective, backbone: Backbone, drafter
     sums = way(wanted, backbone, drafter, features, drafter(features))
     sums.loss.backward()
     return [x.detach().double() for x in sums] + [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
+
+
+class Largest(TorchDispatchMode):
+    """Number of elements in the largest tensor that any operation made, forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        return out

@@ -3,8 +3,6 @@
 An image is 32 by 32 pixels, or 32 by 64 where a model takes any size, of which every 16 by 16 become one token.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

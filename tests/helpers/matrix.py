@@ -8,8 +8,6 @@ An axis is one ``parametrize``, named by any of its arguments. Cells off the dia
 out, `make test-all` runs them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable
 

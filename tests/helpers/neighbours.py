@@ -1,7 +1,5 @@
 """A quantized linear layer that decides over all rows of a pass: a column that is large in one leaves low precision in all of them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """The shapes of published chat templates (published/*.yaml), every situation of a conversation, and what is trained on in each."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ As in a graph, nothing may be read by the host or made from Python lists, and wh
 another graph is replayed. `benchmarks/gpu.sh` runs the real backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

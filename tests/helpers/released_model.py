@@ -4,8 +4,6 @@ Widths, heads, vocabulary and rotary settings are as published; there are as man
 few experts. `released_sizes` says which models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Everything is done by the commands that users type and by `headstart.load`; texts are compared with those of autoregressive decoding.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """A small server that implements the part of OpenAI's protocol that ``regenerate`` uses, scripted by a test."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

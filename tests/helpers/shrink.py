@@ -4,8 +4,6 @@ Ratios that change what is computed are kept: keys and values per query head, he
 of layers, the share of rotary dimensions, windows shorter than a text. `tests/helpers/configurations/` holds the configurations.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

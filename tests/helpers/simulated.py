@@ -3,8 +3,6 @@
 Time passes only where a machine says so, and chance is seeded, so that every run is the same on any machine.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,19 +1,21 @@
 """A complete training run in miniature: a random backbone and a byte-level tokenizer on disk, text, and a recipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headstart.cli.main import main
 from headstart.training.recipe.yaml_text import dump_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +76,29 @@ def run(*arguments: str | Path, launcher: tuple[str, ...] = (), **environment: s
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder) if "loss" in line]
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The first error that a command has said."""
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+
+
+def train_once(recipe: Path, *changes: str) -> Path:
+    """Train on the CPU, without the state of earlier runs; returns the folder of the recipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(True)
+        assert main(["train", str(recipe), *changes]) == 0
+    return recipe.parent
+
+
+def status_of(words: Sequence[str]) -> int:
+    """The status with which a command ends, by argparse's own wording too."""
+    try:
+        return main(list(words))
+    except SystemExit as ended:
+        return int(ended.code or 0)

@@ -4,8 +4,6 @@ The counts are of heads/, inference/, training/ and headstart/, in every languag
 and not part of a docstring. The depth of a call counts the frames of named functions of the project from the command to the call.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """A tiny backbone with random heads, a chat template and a context of 96."""
 
-from __future__ import annotations
-
 import functools
 
 from chat_templates import CHATML, make_tokenizer

@@ -3,8 +3,6 @@
 `shrink` does most; here stand nested configurations, the towers of what reads images or sound, and fields that a class needs otherwise.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

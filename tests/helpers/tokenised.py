@@ -1,7 +1,5 @@
 """The samples of rows, as a recipe's data makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase

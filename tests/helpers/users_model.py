@@ -1,7 +1,5 @@
 """A model that someone is training, and everything of it that heads must leave as it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

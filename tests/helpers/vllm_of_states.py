@@ -1,7 +1,5 @@
 """A stand-in for a vLLM server of hidden states: a tiny model in a thread, files and locks as its connector's, and its faults."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

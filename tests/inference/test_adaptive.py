@@ -1,7 +1,5 @@
 """How much is drafted and verified, on simulated machines, with simulated heads: against the best fixed tree and against plain decoding."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 
@@ -71,15 +69,6 @@ def test_within_32_tokens_of_another_text_it_is_nearly_the_best_fixed_tree(machi
         late = [step for step in own if step.before >= 32]
         assert rate(late) >= (0.9 if machine.noise < 0.2 else 0.88) * best_fixed(machine, task, Heads()), task.name
         assert times_plain(machine, own) >= 0.965, task.name
-
-
-@pytest.mark.parametrize("after", [TRANSLATION, CHAT], ids=lambda task: task.name)
-def test_a_text_is_soon_decoded_as_its_own_drafts_are_worth(after: Task) -> None:
-    """After several texts of which the opposite is true."""
-    before, task = (CHAT, TRANSLATION) if after is TRANSLATION else (TRANSLATION, CHAT)
-    texts = [decoded(SMOLLM2, [before] * 6 + [task], 96, seed)[-1] for seed in range(6)]
-    assert rate(step for text in texts for step in text if step.before >= 32) >= 0.9 * best_fixed(SMOLLM2, task, Heads())
-    assert rate(step for text in texts for step in text) >= 0.87 * best_fixed(SMOLLM2, task, Heads())
 
 
 @by_name

@@ -1,7 +1,5 @@
 """No argument of ``generate`` is dropped: each acts as in transformers, changes no text, or is refused in a line; the page says which."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,12 +1,9 @@
 """Sources that draft and back off in whole calls of generate, on a clock whose time passes only where a test says so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-import torch
-from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
+from families import backbone, prompts, say
 
 from headstart.inference.capture import captured
 from headstart.inference.engine.reader import Reader
@@ -98,13 +95,6 @@ def test_drafts_that_rest_are_counted_and_said(clock: SimulatedClock) -> None:
     assert say(SpeculativeModel(on), rows, **OPTIONS).rested == 0, "there are none"
 
 
-def test_the_first_step_drafts(clock: SimulatedClock) -> None:
-    """Where nothing is known of the machine; heads debugged with a breakpoint are called at once."""
-    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
-    out = say(SpeculativeModel(on, random_drafter("eagle3", on)), rows, **OPTIONS)
-    assert out.drafted[0][0] > 0
-
-
 def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock) -> None:
     """The second one has nothing to add to what the first has drafted."""
     on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
@@ -125,19 +115,3 @@ def test_a_source_that_pauses_with_one_row_is_tried_with_eight(clock: SimulatedC
     asked = of.proposers[0].asked
     say(of, {"input_ids": rows["input_ids"].expand(8, -1)}, **OPTIONS | {"max_new_tokens": 2})
     assert of.proposers[0].asked == asked + 8
-
-
-@pytest.mark.matrix(cells=1)
-@pytest.mark.parametrize("sample", [False, True])
-def test_many_sources_write_what_plain_decoding_writes(sample: bool, clock: SimulatedClock) -> None:
-    on, rows = backbone("qwen3"), left_padded(prompts())
-    options = OPTIONS | {"do_sample": sample, "seed": 4, "max_new_tokens": 30}
-    truth = say(SpeculativeModel(on), rows, **options).sequences
-    texts = unpadded(truth, rows)
-    drafters = [random_drafter("eagle3", on), random_drafter("medusa", on), Scripted(on, texts, "nearly")]
-    parrots = [Parrot(clock, texts, True), Parrot(clock, texts, False)]
-    for tree in ("auto", TreeShape(14, 4)):
-        for proposers in (drafters, parrots, [*drafters, *parrots]):
-            out = say(SpeculativeModel(on, proposers=proposers), rows, tree=tree, **options)
-            assert torch.equal(out.sequences, truth)
-    assert out.tau > 2

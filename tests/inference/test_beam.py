@@ -1,21 +1,18 @@
 """Speculative beam search returns the same beams as transformers in fewer forward passes.
 
-Shape suffixes: B batch, N nodes, R beams of all rows.
+Shape suffixes: B batch, N nodes.
 """
 
-from __future__ import annotations
-
 import copy
-import string
 from typing import Any
 
 import pytest
 import torch
-from families import DRAFTERS, FAMILIES, VOCAB, Noted, backbone, heads, left_padded, prompts, random_drafter, say, texts, tiny
+from arguments import tokenizer
+from families import DRAFTERS, FAMILIES, VOCAB, backbone, heads, left_padded, prompts, random_drafter, say, texts, tiny
 from test_generate import After, own
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone
@@ -153,11 +150,7 @@ def test_criteria_are_asked_once_a_step() -> None:
 
 
 def test_stop_strings() -> None:
-    letters = dict(zip(string.ascii_letters + string.digits, range(VOCAB), strict=False))
-    made = Tokenizer(models.BPE(letters, []))
-    made.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
-    same(drafting("shallow", "knowing"), row(), num_beams=3, stop_strings=["a", "k", "Z", "7"], tokenizer=tokenizer)
+    same(drafting("shallow", "knowing"), row(), num_beams=3, stop_strings=["a", "k", "Z", "7"], tokenizer=tokenizer())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -264,21 +257,6 @@ def test_rows_of_different_lengths_near_the_end_of_their_slots() -> None:
 def test_gpt2_near_its_last_position() -> None:
     of, rows = drafting("gpt2", "eagle3"), {"input_ids": texts(1, 80)}
     same(of, rows, num_beams=3, max_new_tokens=16)
-
-
-@pytest.mark.parametrize(
-    "options,named",
-    [
-        ({"do_sample": True}, "beam_sample"),
-        ({"num_beam_groups": 2, "num_beams": 4, "diversity_penalty": 0.5}, "group_beam_search"),
-        ({"force_words_ids": [[4]]}, "constrained_beam_search"),
-        ({"streamer": Noted()}, "streamer"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-    ],
-)
-def test_refusals(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        say(heads("shallow", "medusa"), left_padded(prompts((9, 4))), **{"num_beams": 3, "max_new_tokens": 5} | options)
 
 
 def test_recurrent_layers_are_refused() -> None:

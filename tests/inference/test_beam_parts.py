@@ -1,51 +1,16 @@
 """Parts of speculative beam search: the trie of a row's sequences, the features of its nodes, and how many drafts are worth verifying."""
 
-from __future__ import annotations
-
 import math
-import random
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, backbone, prompts
 
 from headstart.heads.backbone.features import Features
 from headstart.inference.beam.drafts import Breadth, _corrected
-from headstart.inference.beam.trie import BeamTrie, read_tries
-from headstart.inference.capture.capture import Capturer
-from headstart.inference.engine.reader import Reader
+from headstart.inference.beam.trie import BeamTrie
 from headstart.inference.sources.levels import Level
 
 NEXT = torch.zeros(1, 1)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_nodes_equal_their_sequences(family: str) -> None:
-    """Several passes over rows of very different lengths; a short row's trie would not fit after a long row's last slots."""
-    on, make = backbone(family), random.Random(0)
-    texts = prompts((30, 3))
-    reader, lengths_B = Reader(on, (), Capturer("off", torch.device("cpu"))), torch.tensor([30, 3])
-    _, cache = reader.prompts(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths_B)
-    tries = [BeamTrie(30), BeamTrie(3)]
-    ends = [[-1], [-1] * 6]  # six sequences in the second row
-    for steps in (3, 2, 1, 2):
-        for trie, last in zip(tries, ends, strict=True):
-            trie.add(last[-1], VOCAB - 1)  # a dead end
-            for _ in range(steps):
-                last[:] = [trie.add(node, place * 10 + make.randrange(10)) for place, node in enumerate(last)]
-        features, _ = read_tries(reader, cache, tries)
-        for row, trie in enumerate(tries):
-            for i, node in enumerate(range(trie.verified, len(trie.tokens))):
-                text = texts[row].tolist() + trie.shared_tokens + [trie.tokens[above] for above in trie.path(node)]
-                alone = on.read(torch.tensor([text])).hidden_BTD[0, -1]
-                torch.testing.assert_close(features.hidden_BTD[row, i], alone, atol=1e-4, rtol=1e-4)
-            trie.verify(NEXT.repeat(trie.new, 1, 1), None)
-        paths = []
-        for row, trie in enumerate(tries):
-            kept, ends[row] = trie.keep(ends[row], [-1 for _ in ends[row]])
-            paths.append(kept)
-        cache.keep(paths, lengths=[trie.shared for trie in tries])
-        assert cache.lengths_B.tolist() == [trie.shared for trie in tries] and cache.longest == max(trie.shared for trie in tries)
 
 
 def test_observed_top_k_replaces_drafts() -> None:

@@ -1,18 +1,12 @@
-"""The ragged cache: after several passes it equals a fresh read of the sequence; attention masks.
-
-Shape suffixes: L layers, B batch, H heads, N tree nodes, S slots, D head width.
-"""
-
-from __future__ import annotations
+"""The ragged cache: after several passes it equals a fresh read of the sequence; attention masks."""
 
 import pytest
 import torch
 from families import FAMILIES, Scripted, backbone, left_padded, prompts, say, unpadded
-from test_tree import random_tree
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.kv.ragged_cache import RaggedCache, masks_by_kind, visible_slots
-from headstart.heads.kv.rows import STEP, grown, put
+from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.kv.rows import STEP, grown
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -70,16 +64,6 @@ def test_stores_grow_in_steps_and_keep_what_they_hold() -> None:
     assert grown(larger, STEP + 1).shape[2] == 2 * STEP, "it doubles"
 
 
-@pytest.mark.parametrize("lengths", [[6], [6, 1, 9]])
-def test_put_writes_behind_each_rows_end(lengths: list[int]) -> None:
-    B, N = len(lengths), 4
-    store, new = torch.zeros(B, 2, 16, 3), torch.randn(B, 2, N, 3)
-    put(store, new, torch.tensor(lengths)[:, None] + torch.arange(N))
-    for row, length in enumerate(lengths):
-        assert torch.equal(store[row, :, length : length + N], new[row])
-        assert store[row].count_nonzero() == 2 * N * 3, "and nowhere else"
-
-
 def filled(lengths: list[int], slots: int = 24) -> RaggedCache:
     """Three layers, one of another shape, with different values in every slot."""
     layers = [(torch.randn(len(lengths), 2, slots, d), torch.randn(len(lengths), 2, slots, d)) for d in (4, 4, 8)]
@@ -114,27 +98,3 @@ def test_rows_leave_and_join() -> None:
     for place, (who, length) in enumerate([((0, 2), 9), ((0, 0), 6), ((1, 0), 30), ((1, 1), 2)]):
         for one, old in zip([x for i in range(3) for x in cache.layer(i)], rows[who], strict=True):
             assert one.shape[2] >= 90 and torch.equal(one[place, :, :length], old[:, :length])
-
-
-@pytest.mark.parametrize("lengths", [[6], [6, 1, 9]])
-def test_attention_masks(lengths: list[int]) -> None:
-    """Both masks against a loop: a node sees its row's sequence and its ancestors, within a window measured by position."""
-    rows, window = len(lengths), 4
-    tree, lengths_B = random_tree(9, 50, seed=1, rows=rows), torch.tensor(lengths)
-    _, depths_BN, ancestors_BNN = tree.tensors(lengths_B.device)
-    positions_BN, slots = lengths_B[:, None] + depths_BN, max(lengths) + 14
-    seen = visible_slots(lengths_B, ancestors_BNN, slots)
-    both = masks_by_kind(positions_BN, positions_BN, ancestors_BNN, lengths_B, slots, {"full_attention": None, "sliding_attention": window})
-    assert torch.equal(both["full_attention"], seen)
-    for row, length in enumerate(lengths):
-        for n in range(len(tree.tokens[row])):
-            line = {n}
-            while 0 not in line:
-                line.add(tree.parents[row][min(line)])
-            for slot in range(slots):
-                m = slot - length
-                where = slot if slot < length else int(positions_BN[row, m]) if m < 9 else None
-                sees = slot < length or m in line
-                near = where is not None and int(positions_BN[row, n]) - where < window
-                assert bool(seen[row, n, slot]) == sees, (row, n, slot)
-                assert bool(both["sliding_attention"][row, n, slot]) == (sees and near), (row, n, slot)

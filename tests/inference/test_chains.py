@@ -1,7 +1,5 @@
 """Models whose states cannot branch along a tree: chains, read again in front of the next draft where they were not accepted."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -56,9 +54,8 @@ def test_the_text_is_that_of_transformers_in_fewer_passes(name: str) -> None:
     for tree in (TreeShape(6, 4), "auto"):
         out = say(heads, left_padded(rows), tree=tree, max_new_tokens=LENGTH, do_sample=False, return_dict_in_generate=True)
         assert unpadded(out.sequences, left_padded(rows)) == truths
-        assert (
-            tree == "auto" or out.tau > 1.3
-        )  # adaptive trees rest where passes of several tokens cost much more, as on a CPU without kernels
+        # Adaptive trees rest where passes of several tokens cost much more, as on a CPU without kernels.
+        assert tree == "auto" or out.tau > 1.3
     assert say(heads, {"input_ids": rows[0][None]}, max_new_tokens=LENGTH, do_sample=False, speculate=False)[0].tolist() == truths[0]
 
 

@@ -1,7 +1,5 @@
 """Conversations that continue: a cache given back is used, what is in it already is not read again, and the text is transformers' own."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The parts of replays at fixed addresses: memory, recording, and what `torch.cuda` is asked for. test_graph_decoding.py decodes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +9,6 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from families import backbone, random_drafter, read, texts
 from recorded import Recorded
 from torch import Tensor
 
@@ -75,26 +72,6 @@ def test_a_cache_in_fixed_memory_holds_its_keys_when_trees_grow_and_shrink(lengt
         assert torch.equal(seen[:, :rows, :, :120], keys) and torch.equal(held[..., :120, :], keys)
         assert seen.shape[1] == padded_rows(rows) and seen.shape[3] >= 120 + nodes
     assert len(places) == 1 and seen.shape[3] == 256, "slots never shrink"
-
-
-@pytest.mark.parametrize(("layers", "window"), [(1, 16), (2, None), (2, 16)])
-def test_recording_a_head_with_a_ring_extends_it_once(layers: int, window: int | None, graphs: type[Recorded]) -> None:
-    """It attends to slots that it then overwrites, so that running it twice, as recording does, would read other keys."""
-    on = backbone("llama")
-    drafter = random_drafter("eagle3", on, layers=layers, sliding_window=window)
-    whole = read(on, texts(1, 40), drafter)
-    first, last = whole.split(4)
-    expected = drafter.begin(last, drafter.reserve(drafter.begin(first), 64))
-    for place in (True, False):  # its caches in fixed memory, or copied in and out
-        captured, memory = captured_by_graph(lambda state, features: drafter.begin(features, state))
-        state = drafter.reserve(drafter.begin(first), 64)
-        caches = [cache.__class__(*memory.place(f"{i}", cache.past), cache.lengths_B, cache.rotation, cache.rotary, cache.ring)
-                  for i, cache in enumerate(state.caches)]  # fmt: skip
-        state = state.__class__(tuple(caches) if place else state.caches, state.pending_BD)
-        found = captured(state, last)
-        for ours, theirs in zip(found.caches, expected.caches, strict=True):
-            torch.testing.assert_close(ours.keys_BGSC, theirs.keys_BGSC)
-        assert captured.captures_made == 1 and not captured.fallback
 
 
 def test_what_a_function_writes_into_reaches_the_caller_wherever_it_is(graphs: type[Recorded]) -> None:

@@ -1,7 +1,5 @@
 """transformers decodes with the code that a checkpoint carries: ``model.generate(custom_generate=folder, trust_remote_code=True)``."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import Noted, heads, left_padded, prompts, random_drafter, tiny, unpadded
+from families import Noted, heads, left_padded, prompts, random_drafter, tiny
 from huggingface_hub import constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -67,14 +65,6 @@ def test_it_writes_what_the_model_writes_alone(model: PreTrainedModel, folders: 
     assert torch.equal(torch.cat([part.flatten() for part in noted.got]), stopped[0]) and noted.ended == 1
     with pytest.raises(UserError, match="tree is 'auto' or a TreeShape"):
         carried(model, folder, tree=3)
-
-
-def test_left_padding_and_beams(model: PreTrainedModel, folders: dict[str, Path]) -> None:
-    texts = unpadded(carried(model, folders["eagle3"]), ROWS)
-    for text, prompt in zip(texts, prompts((9, 4, 6)), strict=True):
-        assert text == carried(model, folders["eagle3"], {"input_ids": prompt[None]})[0].tolist()
-    plain = model.generate(**ROWS, max_new_tokens=8, do_sample=False, num_beams=2)
-    assert torch.equal(carried(model, folders["eagle3"], max_new_tokens=8, num_beams=2), plain)
 
 
 def test_heads_are_loaded_once_and_again_when_they_change(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """Rows of exact tokens: as a data format, as `headstart regenerate` keeps them, and that what is trained on is what was written."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,8 @@ from chat_templates import CHATML, QWEN3, make_tokenizer
 from server import Reply, said, serving
 from tokenised import make_samples
 
-from headstart.chat.conversation import Chat
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.inference.generate import SpeculativeModel
-from headstart.inference.stream import Ended, Progress, Prompt, Queue
 from headstart.support.errors import UserError
 from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data, load_recipe
@@ -108,36 +102,6 @@ def test_regenerated_answers_are_trained_on_token_by_token(template: str, tmp_pa
     assert sum(sum(mask) for _, mask in samples) == sum(len(answer) for _, answer in written), "and nothing else"
 
 
-HARMONY = """{% for m in messages %}{% if m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}{% else %}
-{{- '<|start|>assistant' }}{% if m.reasoning_content and loop.last %}
-{{- '<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|><|start|>assistant' }}{% endif %}
-{{- '<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
-CHANNELS = "<|start|> <|message|> <|channel|> <|end|> <|return|>"
-SAYS = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>"
-
-
-def test_an_answer_on_channels_of_special_tokens_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_chat_model(tmp_path / "model", HARMONY, CHANNELS)
-    tokenizer = load_tokenizer(str(model))
-    says = tokenizer(SAYS, add_special_tokens=False)["input_ids"]
-
-    def says_it(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Queue) -> Iterator[Progress]:
-        while (prompt := take()) is not None:
-            yield Progress([(prompt, len(says))], [Ended(prompt, says)], None)
-
-    monkeypatch.setattr("headstart.training.regenerate.in_process.stream", says_it)
-    questions = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "x"}] * 2
-    make_chat_recipe(tmp_path, model, [{"messages": questions}])
-    assert main(["regenerate", str(tmp_path / "recipe.yaml")]) == 0
-    (row,) = read_rows(tmp_path / "answers.jsonl")
-    assert row["messages"][1] == {"role": "assistant", "content": "Four.", "reasoning_content": "I add."}
-    rendered = [tokenizer.apply_chat_template(row["messages"][:length], return_dict=False) for length in (2, 4)]
-    assert [tokens for tokens, _ in trained_on(tmp_path, model)] == rendered == row["input_ids"]
-    assert [tokens for tokens, _ in trained_on(tmp_path, model, "data.format=messages")] == rendered
-    assert "analysis" not in tokenizer.decode(rendered[1][: len(rendered[0])]), "earlier thoughts are dropped from the prompt"
-
-
 def vllm(tokenizer: Any, **changes: Any) -> Any:
     """A server that returns token ids if it is asked to, as vLLM does."""
 
@@ -210,35 +174,3 @@ def test_servers_that_return_no_token_ids(server: str, tmp_path: Path, capsys: p
     assert "0 answers came with token ids, so training tokenises the text" in capsys.readouterr().err
     assert sum("return_token_ids" in body for body in requests) == (1 if server == "refuses" else len(requests))
     assert all("input_ids" not in row for row in read_rows(tmp_path / "answers.jsonl")) and len(trained_on(tmp_path, model)) == 8
-
-
-CALLING = HARMONY.replace(
-    "{{- '<|channel|>final", "{% if m.tool_calls %}{{ '<|channel|>commentary to=' + m.tool_calls[0].function.name + '<|message|>' }}"
-    "{{ m.tool_calls[0].function.arguments | tojson }}{{ '<|call|>' }}{% else %}{{- '<|channel|>final",
-).replace("'<|end|>') }}{% endif %}{% endfor %}", "'<|end|>') }}{% endif %}{% endif %}{% endfor %}")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ("<|channel|>final<|message|>Four.", {"content": "Four."}),
-        ("<|channel|>final<|message|>", {"content": ""}),
-        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b\nc", {"content": "b\nc", "thought": "a"}),
-        ('<|channel|>commentary to=f.add<|message|>{"a": {"b": 2}}<|call|>', {"content": "", "call": ("f.add", {"a": {"b": 2}})}),
-        (
-            '<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=add<|message|>{"a": 2}<|call|>',
-            {"content": "", "thought": "a", "call": ("add", {"a": 2})},
-        ),
-        ('<|channel|>commentary to=add<|message|>{"a":2}', {"content": '<|channel|>commentary to=add<|message|>{"a":2}'}),
-        ("<|channel|>other<|message|>Four.", {"content": "<|channel|>other<|message|>Four."}),
-        ("<|channel|>analysis<|message|>I never", {"content": "<|channel|>analysis<|message|>I never"}),
-    ],
-)  # fmt: skip
-def test_what_was_written_is_read_back_as_a_message(written: str, message: dict[str, Any]) -> None:
-    """With thoughts and calls where the template writes them around an answer; what it would not write back stays as it is."""
-    chat = Chat(make_tokenizer(CALLING, special=f"{CHANNELS} <|call|>"))
-    found = chat.message([{"role": "user", "content": "Two and two?"}], chat.continued([written])[0])
-    call = found["tool_calls"][0]["function"] if "tool_calls" in found else None
-    expected = {"content": message["content"], "thought": message.get("thought"), "call": message.get("call")}
-    named = (call["name"], call["arguments"]) if call else None
-    assert {"content": found["content"], "thought": found.get("reasoning_content"), "call": named} == expected

@@ -1,7 +1,5 @@
 """Logits processors whose state forks along trees: the text of plain decoding, with drafts, and the tokens that they force."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text of a JSON schema or a regular expression: that of plain constrained decoding, with drafts, in batches, sampled and with beams."""
 
-from __future__ import annotations
-
 import json
 import re
 import string
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, Scripted, backbone, heads, left_padded, prompts, say, tiny, unpadded
+from small_run import status_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
@@ -103,9 +102,8 @@ def test_a_matcher_that_gave_up_is_one_line_and_the_next_call_begins_anew() -> N
     row.matcher.consume_tokens([1, 1])
     with pytest.raises(UserError, match="the grammar cannot be followed further: ") as raised:
         row.forced(ROW["input_ids"])
-    assert "\n" not in str(raised.value) and torch.equal(
-        say(heads("shallow", "eagle3", "off"), ROW, **HOW, logits_processor=processors), truth
-    )
+    assert "\n" not in str(raised.value)
+    assert torch.equal(say(heads("shallow", "eagle3", "off"), ROW, **HOW, logits_processor=processors), truth)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +152,4 @@ def test_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--regex", "(a"], "unclosed group"), (["--json-schema", str(tmp_path / "none")], "--json-schema"),
         (["--regex", "a", "--json-schema", str(schema)], "not allowed with"),
     ):  # fmt: skip
-        try:
-            status = main([*generate, *asked, "name"])
-        except SystemExit as end:
-            status = int(end.code or 0)
-        assert status == 2 and said in capsys.readouterr().err.splitlines()[-1]
+        assert status_of([*generate, *asked, "name"]) == 2 and said in capsys.readouterr().err.splitlines()[-1]

@@ -1,7 +1,5 @@
 """Prompts with images: read by the model's own pass, and every token behind them transformers' own, in trees and in chains."""
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

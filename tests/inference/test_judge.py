@@ -1,7 +1,5 @@
 """The judge: a text of decoding is right up to rounding, a changed token falls short by what its logit lacks, rounding is no guess."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import backbone, prompts, random_drafter, tiny

@@ -1,7 +1,5 @@
 """What drafts without training is loaded in Python by the names that the command line has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""Drafting changes the speed of decoding, never its tokens: token identity with AR decoding and with transformers.
-
-Shape suffixes: B batch, T positions, V vocabulary.
-"""
-
-from __future__ import annotations
+"""Drafting changes the speed of decoding, never its tokens: token identity with AR decoding and with transformers."""
 
 import itertools
 from typing import Any
@@ -182,17 +177,6 @@ def test_a_broken_drafter_changes_nothing(wrong: float) -> None:
         assert torch.equal(say(SpeculativeModel(on, drafter), rows, max_new_tokens=LENGTH, **options), plain)
     drafter.guess = lambda text, depth: torch.full((VOCAB,), wrong)
     assert torch.equal(say(SpeculativeModel(on, drafter), rows, max_new_tokens=LENGTH, **options), plain)
-
-
-@pytest.mark.parametrize("options", [{"encoder_repetition_penalty": 3.0}, {"encoder_no_repeat_ngram_size": 2}])
-def test_processors_that_know_the_prompt(options: dict[str, Any]) -> None:
-    """transformers makes these processors for the sequences of its prompts, by number; a tree of nodes must not confuse them."""
-    for lengths in ((20,), (20, 9, 14)):
-        rows = left_padded(prompts(lengths))
-        expected = backbone("llama").model.generate(**rows, max_new_tokens=LENGTH, do_sample=False, **options)
-        for manner in ("oracle", "nearly"):
-            of = drafting(manner, "llama", unpadded(expected, rows))
-            assert torch.equal(say(of, rows, max_new_tokens=LENGTH, do_sample=False, **options), expected)
 
 
 def test_constraints_know_the_text() -> None:

@@ -1,7 +1,5 @@
 """The rule that says which cells of a wide matrix are slow."""
 
-from __future__ import annotations
-
 import pytest
 from matrix import mark_slow_cells
 

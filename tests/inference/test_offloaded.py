@@ -1,7 +1,5 @@
 """Models that accelerate offloads: refused in one line, at the load or at the call, or decoded with the text of generate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

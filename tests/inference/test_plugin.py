@@ -1,7 +1,5 @@
 """Without the package for CPUs everything decodes, and one line says how to get it; one that cannot be loaded is named."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint

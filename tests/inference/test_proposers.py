@@ -1,7 +1,5 @@
 """Proposers without training: the promises of each on any sequence; repeated sequences are proposed again."""
 
-from __future__ import annotations
-
 import math
 import random
 

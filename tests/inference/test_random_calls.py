@@ -3,8 +3,6 @@
 RANDOM_CALLS=2000 makes so many calls in the slow test, and RANDOM_SEED=1 others.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import warnings

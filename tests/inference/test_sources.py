@@ -1,7 +1,5 @@
 """Sources: drafters and proposers in the decoding loop, their state between drafts, their costs by depth, and timed passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,9 +7,8 @@ import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features, join_features
-from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.captured import void_running
 from headstart.inference.engine.reader import Reader
@@ -125,21 +122,6 @@ def test_extending_the_state_and_drafting_all_depths_are_one_call(kind: str) -> 
     assert torch.equal(out.sequences, say(of, rows, speculate=False, **options))
 
 
-def test_the_last_positions_of_rows_are_split_off_and_joined_again() -> None:
-    tokens_BT = torch.arange(10).view(2, 5)
-    whole = Features(tokens_BT, tokens_BT[..., None].float(), document_BT=torch.tensor([[0, 0, 0, -1, -1], [0, 0, 0, 0, 0]]))
-    first, last = whole.split(2)
-    assert first.lengths_B.tolist() == [1, 3] and last.tokens_BT.tolist() == [[1, 2], [8, 9]] == last.hidden_BTD[..., 0].tolist()
-    _, last_three = whole.split(3)
-    assert last_three.tokens_BT[1].tolist() == [7, 8, 9] and last_three.lengths_B.tolist() == [3, 3]
-    before, last_four = whole.split(4)
-    assert before.lengths_B.tolist() == [0, 1] and last_four.lengths_B.tolist() == [3, 4]
-    assert last_four.tokens_BT[0, :3].tolist() == [0, 1, 2]
-    again = join_features([first, last])
-    assert again.lengths_B.tolist() == [3, 5]
-    assert again.tokens_BT[0, :3].tolist() == [0, 1, 2] and again.tokens_BT[1].tolist() == [*range(5, 10)]
-
-
 def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_whatever_draft() -> None:
     on = backbone("shallow")
     source = DrafterSource("eagle3", random_drafter("eagle3", on, depth=3), Capturer("trace", on.device))
@@ -155,46 +137,6 @@ def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_w
             source.select([1, 0])
     captures = source._round.captures_made
     assert source._round.calls == 5 and captures == 2, "for each width"
-
-
-class AllAtOnce(Drafter):
-    """Reads the root and gives the hidden states of all depths in one step."""
-
-    def __init__(self, on: Backbone) -> None:
-        super().__init__(on, DrafterConfig(depth=4))
-        self.all_depths_at_once = True  # as a head does for which it depends on an argument
-        self.steps: list[list[int]] = []
-
-    def begin(self, features: Features, state: Any = None) -> Tensor:
-        return features.hidden_BTD[:, -1]
-
-    def step(self, state: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        assert not depth
-        self.steps.append(tokens_BN.flatten().tolist())
-        shift_BD = self.backbone.embed(tokens_BN[:, 0])
-        return torch.stack([state + (k + 1) * shift_BD for k in range(self.depth)], 1), state
-
-    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        return self.backbone.readout(hidden)
-
-
-def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() -> None:
-    on = backbone("shallow")
-    drafter = AllAtOnce(on)
-    assert drafter.deepest == 4, "it has no further states"
-    source, features = source_of(drafter), on.read(torch.arange(1, 6)[None])
-    source.join([0], [[]], features)
-    source.prepare(6, 3, None)
-    pool = Pool(7)
-    source.draft(Rows([7], [9], [0], shape=TreeShape(99, 3)), [pool], source.fixed_depths(TreeShape(99, 3), 9))
-    assert drafter.steps == [[7]]
-    for depth in range(4):
-        logits = on.readout(features.hidden_BTD[0, -1] + (depth + 1) * on.embed(torch.tensor(7)))
-        best = set(logits.topk(3).indices.tolist())
-        assert {token for token, level in zip(pool.tokens, pool.levels, strict=True) if level == depth + 1} <= best
-    rows, options = left_padded(prompts((9, 3))), OPTIONS
-    truth = say(SpeculativeModel(on), rows, **options).sequences
-    assert torch.equal(say(SpeculativeModel(on, drafter), rows, tree=TreeShape(10, 3), **options).sequences, truth)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -1,21 +1,26 @@
 """How much is verified: calibration, costs, and the choice of the tree (the whole of it on simulated machines: test_adaptive.py)."""
 
-from __future__ import annotations
-
+import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
+from families import backbone, heads, prompts, say, tiny
 
+import headstart
+from headstart.heads.card import METADATA
 from headstart.inference.acceptance import Acceptance, Table
-from headstart.inference.engine.tree import TREE_SIZES, Pool
-from headstart.inference.generate import SpeculativeModel
-from headstart.inference.latency import INTERVAL, PASS, CostModel, Costs, RecentTimes
+from headstart.inference.engine.tree import Pool
+from headstart.inference.latency import PASS, CostModel, Costs, RecentTimes
 from headstart.inference.policy import Draft, Policy
 from headstart.inference.sources.source import Rows
+from headstart.support.errors import UserError
+from headstart.training.data.samples import whole
+from headstart.training.evaluation import evaluate
+from headstart.training.recipe.recipe import Eval
 
 
 def test_a_table_starts_as_the_estimate_and_learns_what_it_is_worth() -> None:
@@ -30,26 +35,6 @@ def test_a_table_starts_as_the_estimate_and_learns_what_it_is_worth() -> None:
     assert 0 < table.prob(0.0) < 1 and 0 < table.prob(-1e9) < 0.02
 
 
-def test_a_table_forgets_slowly() -> None:
-    table = Table()
-    for _ in range(3000):
-        table.learn(math.log(0.5), True)
-    for _ in range(1500):
-        table.learn(math.log(0.5), False)
-    assert table.prob(math.log(0.5)) < 0.1
-
-
-def test_tables_are_by_depth_and_survive_their_file() -> None:
-    acceptance = Acceptance()
-    for _ in range(50):
-        acceptance.table(0).learn(-1.0, True)
-        acceptance.table(2).learn(-1.0, False)
-    for one in (acceptance, Acceptance.from_json(acceptance.to_json())):
-        assert one.table(0).prob(-1.0) > 0.8 > 0.2 > one.table(2).prob(-1.0)
-        assert one.table(1).prob(-1.0) == pytest.approx(math.exp(-1), rel=0.1)
-        assert one.table(30) is one.table(99) is not one.table(6)
-
-
 def test_one_slow_pass_says_nothing() -> None:
     recent = RecentTimes()
     for seconds, expected in ((90.0, 90.0), (1.0, 1.0), (1.1, 1.0), (0.9, 1.0), (10.0, 1.0), (10.0, 1.0), (10.0, 1.0), (10.0, 1.1)):
@@ -57,16 +42,6 @@ def test_one_slow_pass_says_nothing() -> None:
         assert recent.seconds == expected
     assert recent.add(0.44) and recent.seconds == 0.44, "all before were of a busy machine"
     assert not recent.add(0.1), "one alone may be what was loaded first"
-
-
-def test_what_was_timed_on_a_busy_machine_is_forgotten_all_at_once() -> None:
-    costs = Costs()
-    for nodes, seconds in ((1, 0.1), (4, 0.2), (1, 0.1), (4, 0.2), (1, 0.1)):
-        costs.add(PASS, 1, nodes, seconds)
-        costs.add("0", 1, 2, 0.02)
-    assert not costs.tree_due(1)
-    costs.add(PASS, 1, 1, 0.01)
-    assert costs.of_pass(1, 1) == 0.01 and costs.tree_due(1) and costs.of_part("0", 1, 2) is None
 
 
 def test_costs_between_and_beyond_what_was_timed() -> None:
@@ -80,21 +55,6 @@ def test_costs_between_and_beyond_what_was_timed() -> None:
     for _ in range(3):
         costs.add(PASS, 1, 11, 7.5e-3)
     assert costs.of_pass(1, 11) == 7.5e-3 and costs.of_pass(1, 8) <= 7.5e-3, "often enough timed to be believed"
-
-
-def test_slow_first_times_do_not_stay() -> None:
-    """The first passes over some size may include what is loaded first."""
-    costs = Costs()
-    for nodes, times in ((1, [17e-3] * 3), (3, [19e-3] * 3), (4, [0.2, 0.7])):
-        for seconds in times:
-            costs.add(PASS, 1, nodes, seconds)
-    assert costs.of_pass(1, 4) == 0.2 and costs.of_pass(1, 8) == pytest.approx(24e-3), "two times say little of other sizes"
-    costs.add("0", 1, 4, 0.3)
-    for _ in range(INTERVAL + 1):
-        costs.add(PASS, 1, 3, 19e-3)
-        costs.add("0", 1, 2, 3e-3)
-    assert costs.of_pass(1, 4) == pytest.approx(20e-3) and costs.of_part("0", 1, 4) == pytest.approx(6e-3)
-    assert costs.of_pass(1, 1) == 17e-3, "plain steps are timed now and then"
 
 
 def test_the_first_steps_are_of_known_sizes_and_plain_ones_are_timed_now_and_then() -> None:
@@ -187,23 +147,47 @@ def test_a_batch_is_as_fast_as_its_slowest_rows() -> None:
     assert chosen([*fast, *fast], curve) == 2 and chosen([*slow, *slow], curve, queued=True) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_waiting_sequences_take_free_rows_and_come_back_in_order(batch: int) -> None:
-    """Each equals its result alone with its seed, whatever its neighbours; sequences end at different times."""
-    on, rows = backbone("llama"), left_padded(prompts((9, 1, 14, 4, 7, 3)))
-    options: dict[str, Any] = {"do_sample": True, "seed": [5, 77, -3, 11, 0, 2], "max_new_tokens": 24, "eos_token_id": [4, 5, 15, 20]}
-    together = say(SpeculativeModel(on), rows, **options)
-    assert len({text.count(0) for text in together.tolist()}) > 2, "texts of several lengths"
-    drafter = random_drafter("eagle3", on)
-    for of in (SpeculativeModel(on, drafter), SpeculativeModel(on), SpeculativeModel(on, Scripted(on, unpadded(together, rows), "nearly"))):
-        out = say(of, rows, batch_size=batch, return_dict_in_generate=True, **options)
-        assert torch.equal(out.sequences, together)
-        alone = say(of, rows, return_dict_in_generate=True, **options)
-        assert list(map(sum, out.accept_lengths)) == list(map(sum, alone.accept_lengths))
-    with pytest.raises(ValueError, match="batch.*at least 1; got 0"):
-        say(of, rows, batch_size=0, **options)
+def learned() -> Acceptance:
+    """Overconfident by a factor of three, with a good second depth."""
+    acceptance = Acceptance()
+    for number in range(60):
+        pool = Pool(1)
+        first = pool.add("heads", 0, 2, math.log(0.9), 0.9)
+        second = pool.add("heads", first, 3, math.log(0.3), 0.3)
+        hit = number % 3 == 0
+        accepted = {0: 2, first: 3, second: 9} if hit else {0: 7}
+        acceptance.learn(pool, "heads", 0, 2, accepted)
+    return acceptance
 
 
-def test_sizes_ascend() -> None:
-    assert list(TREE_SIZES) == sorted(set(TREE_SIZES)) and TREE_SIZES[0] == 1
+def test_it_survives_its_file() -> None:
+    before = learned()
+    after = Acceptance.from_json(json.loads(json.dumps(before.to_json())))
+    for depth, score in ((0, math.log(0.9)), (1, math.log(0.3)), (3, -1.0)):
+        assert after.prob(5, depth, score) == pytest.approx(before.table(depth).prob(score), abs=0.01)
+    assert after.prob(5, 0, math.log(0.9)) < 0.6, "not what the score says"
+    assert sum(after.levels, []) == pytest.approx(sum(before.levels, []), abs=1e-3)
+    assert after.texts.keys() == {5}, "nothing of single texts is kept"
+
+
+def test_heads_start_from_what_their_evaluation_measured(tmp_path: Path) -> None:
+    of, model = heads("llama", "eagle3"), tiny("llama")
+    found = evaluate(of.drafter, [whole(one.tolist()) for one in prompts((9, 5))], Eval(max_new_tokens=12, temperature=0.0), 0)
+    assert not found["acceptance"]["sampled"] and len(found["acceptance"]["calibration"]) >= of.drafter.depth
+    assert any(sum(table["trials"]) > 3 for table in found["acceptance"]["calibration"])
+    stored: dict[str, Any] = {"sampled": False, **learned().to_json()}
+    of.drafter.save_pretrained(tmp_path / "heads", extra={"acceptance": stored})
+    loaded = headstart.load(tmp_path / "heads", backbone=model)
+    (source,) = loaded.engine(True).policy.sources
+    assert source.by_mode[False].prob(0, 0, math.log(0.9)) < 0.6 < 0.8 < source.by_mode[True].prob(0, 0, math.log(0.9))
+    rows = {"input_ids": prompts((9,))[0][None]}
+    assert torch.equal(say(loaded, rows, max_new_tokens=20, do_sample=False), say(of, rows, max_new_tokens=20, do_sample=False))
+    of.drafter.save_pretrained(tmp_path / "none")
+    assert headstart.load(tmp_path / "none", backbone=model).measured == {}
+
+
+@pytest.mark.parametrize("damaged", [{}, *({"sampled": False, "levels": levels, "calibration": []} for levels in ([[2.0]], 3))])
+def test_damaged_results_are_refused_by_name(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    heads("llama", "medusa").drafter.save_pretrained(tmp_path / "heads", extra={"acceptance": damaged})
+    with pytest.raises(UserError, match=f"provenance.acceptance of {METADATA} is damaged"):
+        headstart.load(tmp_path / "heads", backbone=backbone("llama"))

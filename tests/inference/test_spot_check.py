@@ -1,7 +1,5 @@
 """Spot checks: of some hundred texts one is read again by the uncaptured model, and a fault turns captures off with one line."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from corrupting import a_logit, a_value, register
 from families import backbone, left_padded, prompts, random_drafter, say
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference import runtime
@@ -102,12 +101,15 @@ def test_what_is_not_read_again(monkeypatch: pytest.MonkeyPatch, judged: list[in
 
 def test_a_text_that_does_not_fit_into_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, a_logit)
-    heads = model()
+    heads, tried = model(), []
 
-    def full(*given: Any, **named: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
+    def full(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if module is heads.backbone.layers[0] and given[0].shape[1] > 12:  # the whole text
+            tried.append(given[0].shape)
+            raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(Judge, "judge", full)
-    for _ in range(4):
-        assert say(heads, row(9), **OPTIONS).shape == (1, 9 + 12)
+    with register_module_forward_pre_hook(full):
+        for _ in range(4):
+            assert say(heads, row(9), **OPTIONS).shape == (1, 9 + 12)
+    assert tried
     assert heads.engine(True).capturer.report().backend == "cuda-graph"

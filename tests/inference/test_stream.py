@@ -1,7 +1,5 @@
 """A queue of prompts decoded in a full batch gives each prompt's own text, and hands it out when it ends."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import pytest

@@ -1,7 +1,5 @@
 """The suffix automaton against its definition on random sequences; its cost in steps."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

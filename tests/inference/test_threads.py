@@ -1,8 +1,5 @@
 """Calls of several threads: on one model they take turns, on several models they run at once; every text is that of a call alone."""
 
-from __future__ import annotations
-
-import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -103,9 +100,3 @@ def test_an_error_in_one_thread_leaves_the_others_their_turn() -> None:
     results = at_once([broken, *[lambda: say(heads, row, max_new_tokens=8)] * THREADS, broken])
     assert results[0] == results[-1] == "the reader has gone"
     assert all(torch.equal(truth, one) for one in results[1:-1])
-
-
-def test_a_model_in_use_can_still_be_copied() -> None:
-    heads = fresh()
-    say(heads, rows()[0], max_new_tokens=2)
-    assert copy.deepcopy(heads.backbone.model) is not heads.backbone.model

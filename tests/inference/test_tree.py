@@ -1,9 +1,7 @@
-"""Candidate trees against slow, simple ones: growth, merging, ancestors, and the accepted path.
+"""Candidate trees against slow, simple ones: growth, merging, ancestors, and the accepted path; the most likely candidates of a level.
 
 Shape suffixes: B batch, N tree nodes, V vocabulary.
 """
-
-from __future__ import annotations
 
 import heapq
 import math
@@ -18,9 +16,10 @@ from torch import Tensor
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.noise import gumbel
-from headstart.inference.engine.tree import MAX_PROB, CandidateTree, Pool, TreeShape, accept, pick
+from headstart.inference.engine.tree import MAX_PROB, CandidateTree, Pool, TreeShape, accept
 from headstart.inference.policy import Policy
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.levels import GROUP, GROUPED, largest
 from headstart.inference.sources.source import DraftScoring, Rows
 from headstart.support.errors import UserError
 
@@ -225,17 +224,30 @@ def test_accept(nodes: int, vocab: int) -> None:
             assert path == max(reach.values(), key=len)
 
 
-def test_pick_and_plain_tree() -> None:
-    scores = torch.tensor([[1.0, 2.0, -math.inf], [0.0, -math.inf, -math.inf]])
-    assert pick(scores, None).tolist() == [1, 0]
-    assert pick(scores, torch.tensor([[5.0, 0.0, 99.0], [0.0, 99.0, 99.0]])).tolist() == [0, 0]
-    tree = CandidateTree([[4], [6]], [[0], [0]])
-    assert tree.tokens == [[4], [6]] and tree.levels == [[0], [0]] and (tree.size, tree.height) == (1, 0)
-
-
 def test_diverged_heads_draft_nothing() -> None:
     class Broken(Table):
         def readout(self, hidden: Tensor, depth: int, parent_tokens: Any = None) -> Tensor:
             return torch.full_like(hidden, math.nan)
 
     assert grown(Broken(3), [4], TreeShape()).tokens == [[4]]
+
+
+@pytest.mark.parametrize("count", [1, 4, 10, 300])
+@pytest.mark.parametrize("candidates", [300, GROUPED, GROUPED + 1, 3 * GROUPED - 5])
+def test_the_largest_are_those_of_topk(candidates: int, count: int) -> None:
+    torch.manual_seed(candidates)
+    values_BM = torch.randn(3, candidates)
+    values_BM[0, GROUP : GROUP + 12] += 9  # several of them in one group
+    values_BM[1, -2:] += 9  # in the last group, which may be padded
+    values, indices = largest(values_BM, count)
+    expected = values_BM.topk(count)
+    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
+
+
+def test_padding_is_never_chosen() -> None:
+    """Not even before the lowest numbers there are, as those of candidates that a filter excludes."""
+    values_BM = torch.full((1, GROUPED + 1), torch.finfo(torch.float32).min)
+    values_BM[0, [7, GROUPED]] = 0
+    values, indices = largest(values_BM, 5)
+    assert {7, GROUPED} < set(indices[0].tolist()) and int(indices.max()) <= GROUPED
+    assert values[0, :2].tolist() == [0, 0] and math.isfinite(float(values.min()))

@@ -1,7 +1,5 @@
 """Adapters put on, switched or trained after heads were loaded: the text is PEFT's own, or one line says why not, as at loading."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +112,7 @@ UNLIKE: dict[str, tuple[Callable[[], Any], str]] = {
     "poly": (lambda: peft.PolyConfig(target_modules=["q_proj"], n_tasks=2, **CAUSAL), "^POLY adapters change the layers by the task"),
     "shadow": (lambda: peft.ShadowConfig(**CAUSAL), "^SHADOW adapters change the layers by the task of a row or by a pass before"),
     "output layer": (lambda: lora(target_modules=["lm_head"]), "^the adapter changes the embedding or the output layer, which heads share"),
+    "embeddings": (lambda: lora(modules_to_save=["embed_tokens"]), "^the adapter changes the embedding or the output layer"),
     "some tokens": (lambda: lora(trainable_token_indices=[1, 2]), "^the adapter changes the embedding or the output layer"),
 }
 

@@ -1,7 +1,5 @@
 """The model stays the user's: as it was after loading, decoding, an error and an interrupt; and what is done to it counts from then on."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

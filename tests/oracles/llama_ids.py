@@ -6,8 +6,6 @@
 X.json: a list of texts; without it, those of the tests. The status is 1 if an id differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -3,8 +3,6 @@
 What cannot run here is listed with the reason in `NOT_RUN` and is parsed all the same.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

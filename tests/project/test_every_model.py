@@ -1,7 +1,5 @@
 """Every class of transformers' causal and image-text mappings: a dozen here; all by `make test-models`, which writes their table."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

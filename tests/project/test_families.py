@@ -1,13 +1,11 @@
 """Every architecture through every check, and docs/families.md says the same."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
 import pytest
 from architectures import Architecture, chained, refused, served
-from families_table import SIZES, TOKENS, cells, outcome, refusal, rows_of, size_of, start_of, tail, tokens_of
+from families_table import SIZES, TOKENS, outcome, refusal, rows_of, size_of, start_of, tail, tokens_of
 from family_checks import CHECKS, Subject
 from shrink import FOLDER
 from small_run import ROOT, read_log
@@ -77,7 +75,3 @@ def test_the_page_names_every_template_and_situation() -> None:
 
 def test_the_last_column_names_the_released_sizes_that_are_tested() -> None:
     assert {start_of(one)[0]: written()[start_of(one)[0]][-1] for one in served()} == {start_of(one)[0]: size_of(one) for one in served()}
-
-
-def test_a_page_is_read_as_it_is_written() -> None:
-    assert cells("| a, b | `C` | no: x; y |\n") == ["a, b", "`C`", "no: x; y"]

@@ -1,7 +1,5 @@
 """The picture of the house in docs/design.md is that of the folders and of their imports."""
 
-from __future__ import annotations
-
 import re
 
 from test_architecture import FOLDERS, LAYERS, ROOT, imported, module_name, sources

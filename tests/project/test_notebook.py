@@ -1,7 +1,5 @@
 """docs/quickstart.ipynb: its cells run, in short, and show the text and the tree; its stored outputs are those of a whole run."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """Random models of released sizes, through all that users do: SmolLM2's widths with two layers here, every family in `make test-all`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

@@ -1,7 +1,5 @@
 """The heads that ship for SmolLM2-135M-Instruct, without the model: whole, small, found by name, and drafting on a model of that shape."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

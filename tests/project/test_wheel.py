@@ -1,7 +1,5 @@
 """The wheel, installed in a fresh environment outside the clone, trains and decodes: nothing it needs lies only in the clone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Small models in the quantizations that load on a CPU, by the names of the table in docs/decode.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec

@@ -3,8 +3,6 @@
 `make test-quantized` runs it in an environment of its own, which has the quantizers.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Where `tests/real/fetch.py` has fetched the model. PROMPTS=14 tries more prompts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

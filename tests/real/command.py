@@ -1,7 +1,5 @@
 """Run a command as a user types it, in a process and a folder of its own, on what the machine has."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

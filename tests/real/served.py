@@ -1,7 +1,5 @@
 """The released model behind OpenAI's protocol, in batches of transformers' own ``generate``; token ids as vLLM returns them."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

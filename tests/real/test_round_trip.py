@@ -4,8 +4,6 @@ ROUND_TRIP=24 tries as many answers. Half of the questions are answered greedily
 that the tokenizer makes of the text.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,8 +1,6 @@
 """The heads that ship for SmolLM2, on the weights of their training and on others of the same model: as published in bf16, and rounded to
 8 bits. Each text is that of the model alone, and in each drafts are accepted."""
 
-from __future__ import annotations
-
 import pytest
 from command import Folder
 from fetch import NAME

@@ -1,7 +1,5 @@
 """vLLM and llama.cpp as engines, without them: a stand-in for their Python answers as the driver would. tests/engines has the real ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,26 +1,19 @@
 """`headstart export`: what is written is what was trained, in the layout of an engine."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from exported import DV, D, exported, make_home, refused
+from exported import D, exported, make_home, refused
 from families import VOCAB, prompts, random_drafter
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM
-from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+from transformers import AutoModelForCausalLM
 
 from headstart.cli.main import main
 from headstart.heads.backbone.adapter import new_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.features import Features
-from headstart.heads.checkpoint import load_drafter
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.files import PROVENANCE
 from headstart.support.files import file_hash
@@ -108,53 +101,6 @@ def test_medusa_is_written_for_three_readers(home: Path, tmp_path: Path) -> None
     assert pickled.keys() == tensors.keys() and all(torch.equal(pickled[key], tensors[key]) for key in tensors)
     assert list(report["launch"]) == ["tgi", "vllm", "trtllm"]  # engines of today first
     assert "up to 0.32" in report["launch"]["vllm"]["support"]
-
-
-def test_speculators(home: Path, tmp_path: Path) -> None:
-    _, config, tensors = exported(home, "eagle3-small", "speculators", tmp_path / "a")
-    assert "model_type" not in config and config["speculators_model_type"] == "eagle3" and config["norm_before_residual"] is False
-    assert config["fc_norm"] and config["norm_output"] and config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
-    assert config["transformer_layer_config"]["num_hidden_layers"] == 2 and config["draft_vocab_size"] == DV
-    spec = config["speculators_config"]
-    assert spec["verifier"] == {"name_or_path": str(home / "backbone"), "architectures": ["LlamaForCausalLM"]}
-    assert spec["proposal_methods"][0]["speculative_tokens"] == 3
-    stored = load_file(home / "eagle3-small" / "model.safetensors")
-    table = AutoModelForCausalLM.from_pretrained(home / "backbone").get_input_embeddings().weight
-    assert torch.equal(tensors.pop("embed_tokens.weight"), table)
-    renamed = {name.replace("midlayer.", "layers.0."): x for name, x in stored.items() if name != "layers.1.hidden_norm.weight"}
-    assert tensors.keys() == renamed.keys() and all(torch.equal(tensors[name], renamed[name]) for name in renamed)
-
-    _, config, tensors = exported(home, "dspark", "speculators", tmp_path / "b")
-    assert config["sample_from_anchor"] is True and config["markov_rank"] == 256 and config["block_size"] == 4
-    taps = json.loads((home / "dspark" / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
-    assert config["aux_hidden_state_layer_ids"] == taps and tensors.keys() == load_file(home / "dspark" / "model.safetensors").keys()
-
-
-def test_transformers_drafts_with_dflash(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own class reads every tensor, and drafts what Headstart drafts after the same text."""
-    export(Request(str(home / "dflash"), "transformers", tmp_path / "out"))
-    assistant, loading = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    model = AutoModelForCausalLM.from_pretrained(home / "backbone", dtype=torch.float32)
-    drafts: list[tuple[Tensor, Tensor]] = []
-    draft = DFlashTokenCandidateGenerator.get_candidates
-
-    def noted(self: Any, input_ids: Tensor, **rest: Any) -> tuple[Tensor, Tensor | None]:
-        candidates, logits = draft(self, input_ids, **rest)
-        drafts.append((input_ids, candidates[:, input_ids.shape[1] :]))
-        return candidates, logits
-
-    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", noted)
-    ids = prompts((9,))[0][None]
-    plain = model.generate(ids, max_new_tokens=16, do_sample=False)
-    assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False, assistant_model=assistant, speculation_type="dflash"), plain)
-    drafter = load_drafter(str(home / "dflash"), load_backbone(str(home / "backbone")))
-    compared = [(text, theirs) for text, theirs in drafts if theirs.numel()]
-    assert len(compared) > 3
-    for text, theirs in compared:
-        features: Features = drafter.backbone.read(text[:, :-1], taps=drafter.taps)
-        hidden, _ = drafter.step(drafter.begin(features), text[:, -1:], torch.zeros(1, 1, dtype=torch.int64), 0)
-        assert drafter.readout(hidden, 0).argmax(-1)[:, : theirs.shape[1]].tolist() == theirs.tolist()
 
 
 def test_mtp_modules_are_stitched_into_a_copy(home: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What `headstart export` refuses: each in one line, and nothing is written."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

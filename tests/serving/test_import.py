@@ -1,7 +1,5 @@
 """`headstart import`: heads in the layouts of other trainers draft here what a plain reading of their files drafts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +11,10 @@ import torch
 from engines_alone import headstart_drafts
 from families import VOCAB, shake, texts, tiny
 from foreign import DV, D, Tensors, near_one, write
-from naive_passes import part
 from plain.base import Target
 from plain.drafts import headstart_logits, reference_drafts
 from plain.folders import read_heads
+from plain.layer import under
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
@@ -96,7 +94,7 @@ def hydra_logits(config: dict[str, Any], tensors: Tensors, on: Backbone, hidden_
         from transformers import LlamaModel
 
         model = LlamaModel(type(on.config)(**{**on.config.to_dict(), "num_hidden_layers": 1})).eval()
-        model.load_state_dict(part(tensors, "prefix_embeding_layer."), strict=False)
+        model.load_state_dict(under(tensors, "prefix_embeding_layer."), strict=False)
         hidden_TD = model(inputs_embeds=hidden_TD[None]).last_hidden_state[0]
     x = torch.cat([hidden_TD[-1], *(on.embed.weight[token] for token in tokens)])
 

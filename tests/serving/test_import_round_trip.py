@@ -1,7 +1,5 @@
 """Export, import: the same heads, in every layout that both know; and what imported heads are good for."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

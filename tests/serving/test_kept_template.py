@@ -1,7 +1,5 @@
 """One chat template for a checkpoint: saved with the heads, and used by every command and by `load`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
@@ -12,6 +10,7 @@ import pytest
 from chat_run import conversations, make_chat_model, make_chat_recipe, write_rows
 from chat_templates import CHATML
 from families import backbone, random_drafter
+from small_run import train_once
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -52,14 +51,8 @@ OPENED = "<|im_start|>the user\nHi<|im_end|>\n<|im_start|>assistant\n"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with heads of a recipe whose template is not the tokenizer's, their model, and prompts."""
-    from accelerate.state import AcceleratorState
-
     folder = tmp_path_factory.mktemp("own")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(True)
-        recipe = make_chat_recipe(folder, make_chat_model(folder / "model"), chat_template=OWN, template_kwargs={"mood": "merry"})
-        assert main(["train", str(recipe)]) == 0
+    train_once(make_chat_recipe(folder, make_chat_model(folder / "model"), chat_template=OWN, template_kwargs={"mood": "merry"}))
     write_rows(folder / "prompts.jsonl", [*conversations(2), {"turns": ["Hi", "Ho"]}])
     return folder
 

@@ -1,7 +1,5 @@
 """`headstart export --to llama.cpp`: keys and tensors of the GGUF file, what is refused, and the file read back."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

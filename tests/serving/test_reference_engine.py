@@ -1,7 +1,5 @@
 """The reference reading of what a checkpoint's files say drafts what Headstart drafts, token by token, with the same logits."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,9 @@ from families import VOCAB, backbone, random_drafter, texts
 from plain.base import Target
 from plain.drafts import headstart_logits, reference_drafts
 from plain.folders import read_heads
-from plain.layer import read_rope, rotate
+from plain.layer import read_rope
 from shrink import shrunk
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from test_contract import OTHER_LAYER
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
@@ -28,6 +25,7 @@ HEADS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "eagle3", {"draft_vocab_size": 23, "layers": 2, "sliding_window": 6}),
     ("llama", "eagle3", {"fc_norm": True, "norm_output": True, "taps": [0, 1, 4, 6]}),
     ("llama", "eagle3", {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True}),
+    ("llama", "eagle3", {"norm_before_residual": True, "layer": OTHER_LAYER}),
     ("gemma3", "eagle", {"depth": 3}),
     ("gpt2", "medusa", {"layers": 2, "draft_vocab_size": 23}),
     ("llama", "mlp", {}),
@@ -54,7 +52,7 @@ def test_the_reading_drafts_as_headstart_does(tmp_path: Path, family: str, kind:
     drafter.save_pretrained(tmp_path)
     target = Target(on.model)
     reading = read_heads(read_files(tmp_path), on)
-    assert not reading.faults and not reading.remarks
+    assert not reading.faults
     depth = 3
     settings = EngineSettings(depth, 8)
     prompts = [texts(1, 7, seed)[0].tolist() for seed in range(2)]
@@ -70,25 +68,6 @@ def test_the_reading_drafts_as_headstart_does(tmp_path: Path, family: str, kind:
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("width", [16, 64])
-@pytest.mark.parametrize(
-    "stated",
-    [
-        {"factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 150000.0, "truncate": False},
-        {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
-        {"factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.7},
-    ],
-    ids=["gpt-oss", "plain", "deepseek"],
-)
-def test_yarn_is_that_of_transformers(stated: dict[str, Any], width: int) -> None:
-    rope = {"rope_type": "yarn", **stated}
-    config = LlamaConfig(hidden_size=4 * width, num_attention_heads=4, head_dim=width, rope_parameters=dict(rope))
-    x_THC, positions_T = torch.randn(9, 4, width), torch.arange(9) * 7
-    cos, sin = LlamaRotaryEmbedding(config)(x_THC, positions_T[None])
-    expected = apply_rotary_pos_emb(x_THC[None], x_THC[None], cos, sin, unsqueeze_dim=2)[0][0]
-    torch.testing.assert_close(rotate(x_THC, positions_T, read_rope({"rope_parameters": rope})), expected)
-
-
 def test_heads_state_the_rotation_they_trained_with() -> None:
     """Pythia rotates a quarter of each head, its EAGLE-3 heads all of theirs."""
     on = Backbone(shrunk("pythia-1b"))
@@ -100,4 +79,4 @@ def test_the_readers_share_nothing_with_the_heads() -> None:
     files = [Path(__file__).parents[1] / "oracles" / "plain" / f"{name}.py" for name in ("base", "block", "eagle", "heads", "layer")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
     modules = {node.module or "" for node in nodes if (node.module or "").startswith("headstart")}
-    assert modules == {"headstart.support.errors"}
+    assert not modules

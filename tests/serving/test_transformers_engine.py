@@ -1,7 +1,5 @@
 """transformers reads what is exported for it: its assisted decoding drafts what Headstart drafts and writes what the model writes alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

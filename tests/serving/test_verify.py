@@ -1,7 +1,5 @@
 """``headstart verify``: damaged exports are each caught, and the message names the likely cause."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -18,6 +16,7 @@ from plain.base import Target
 from plain.drafts import reference_drafts
 from plain.folders import read_heads
 from safetensors.torch import load_file, save_file
+from small_run import status_of
 from torch import Tensor
 
 from headstart.cli.main import main
@@ -253,10 +252,7 @@ def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.Cap
         ([str(plain), "--backbone", str(unloadable), "--engine", "llama.cpp"], "is no file; name the Python"),  # before it is loaded
         ([str(plain), *on, "--engine", "sglang"], "invalid choice: 'sglang'"),
     ]:
-        try:
-            status = main(["verify", *arguments])
-        except SystemExit as left:
-            status = int(str(left.code))
+        status = status_of(["verify", *arguments])
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert status == 2 and fault in error, error
     assert config == json.loads((plain / "config.json").read_text())

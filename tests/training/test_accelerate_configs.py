@@ -1,7 +1,5 @@
 """The example `accelerate` configurations: accelerate reads them, each documents its command, and the documentation names them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,16 +3,13 @@
 Shape suffixes: B batch, T positions, D width.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, backbone, random_drafter, texts
+from families import FAMILIES, backbone, texts
 from safetensors.torch import save
-from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
@@ -21,10 +18,6 @@ from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample
 from headstart.training.features.codec import CacheFormat, concatenate, single_row, with_teacher
 from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import count_label_tokens
-from headstart.training.objective.objective import Sums, objective
-from headstart.training.recipe.recipe import Objective
 
 STORES = ("int8", "bf16", "exact")
 ROWS = [[0, 1], [2], [3, 4, 5]]
@@ -80,44 +73,17 @@ def test_the_size_is_known_beforehand(store: str) -> None:
         assert 0 < header < 1100
 
 
+@pytest.mark.parametrize(("store", "off"), [("exact", 1e-5), ("bf16", 4e-3), ("int8", 8e-3)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kept_exactly_a_packed_batch_is_what_the_backbone_reads(family: str) -> None:
+def test_a_kept_packed_batch_is_what_the_backbone_reads(family: str, store: str, off: float) -> None:
     on, samples = backbone(family), make_samples()
     batch = collate(samples, ROWS)
-    kept, live = keep(form_for(on, (0, 2, 6), "exact"), on, samples, batch), LiveFeatures(on, (0, 2, 6)).read(batch)
+    kept, live = keep(form_for(on, (0, 2, 6), store), on, samples, batch), LiveFeatures(on, (0, 2, 6)).read(batch)
     there_BT = batch.document_BT >= 0
     assert kept.taps is not None and live.taps is not None and list(kept.taps) == [0, 2, 6]
     for mine, expected in [(kept.hidden_BTD, live.hidden_BTD), *((kept.taps[tap], live.taps[tap]) for tap in live.taps)]:
-        torch.testing.assert_close(mine[there_BT], expected[there_BT], atol=1e-5 * expected.abs().max().item(), rtol=0)
+        torch.testing.assert_close(mine[there_BT], expected[there_BT], atol=off * expected.abs().max().item(), rtol=0)
         assert mine.dtype == expected.dtype and not mine[~there_BT].any()
-
-
-def loss_of(features: Features, kind: str, on: Backbone, wanted: Objective) -> tuple[Tensor, Sums, Tensor]:
-    """Loss per label token, all sums, and the gradient."""
-    drafter = random_drafter(kind, on).requires_grad_(True)
-    sums = objective(FusedLoss(wanted, drafter), features, drafter(features))
-    assert features.loss_mask_BT is not None and features.document_BT is not None
-    loss = sums.loss / count_label_tokens(features.loss_mask_BT, features.document_BT)
-    loss.backward()
-    return loss.detach(), sums, torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
-
-
-BOUNDS = {"int8": (2e-3, 1.5e-2), "bf16": (5e-4, 5e-3), "exact": (1e-6, 1e-5)}
-"""Relative bounds on the error of the loss and of its gradient; the states are off by 0.7 %, by 0.2 %, and by rounding."""
-
-
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_loss_is_the_live_one_within_the_error_of_rounding(family: str, kind: str, store: str) -> None:
-    on, samples = backbone(family), make_samples()
-    batch, taps = collate(samples, ROWS), random_drafter(kind, on).taps
-    live = loss_of(LiveFeatures(on, taps).read(batch), kind, on, Objective())
-    assert (kept_features := keep(form_for(on, taps, store), on, samples, batch)).norm_BT is not None
-    kept = loss_of(kept_features, kind, on, Objective())
-    assert abs(kept[0] - live[0]) <= BOUNDS[store][0] * live[0]
-    assert (kept[2] - live[2]).norm() <= BOUNDS[store][1] * live[2].norm()
-    assert torch.equal(kept[1].count_K, live[1].count_K)
 
 
 def test_states_that_are_no_numbers_are_refused() -> None:

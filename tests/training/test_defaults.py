@@ -1,7 +1,5 @@
 """What ``auto`` stands for: chosen by the size of the run, shown by the plan, used and recorded by training, kept when a run goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from headstart.cli.main import main as command
 from headstart.cli.train import main
 from headstart.heads.methods import build_drafter
+from headstart.support.devices import bf16_instructions
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import Train, load_recipe
@@ -46,18 +45,12 @@ def chosen_by(run: Any) -> float:
     return rate
 
 
-def test_wider_drafters_and_longer_runs_take_smaller_steps_larger_batches_larger_ones() -> None:
-    middle = learning_rate("muon", 256, 1000, 1000)
-    assert learning_rate("muon", 4096, 1000, 1000) < middle / 3 and learning_rate("muon", 256, 1000, 100_000) < middle
-    assert learning_rate("muon", 256, 8000, 1000) > middle > learning_rate("adamw", 256, 1000, 1000)
-    assert learning_rate("muon", 1, 1e9, 1) <= 0.05  # bounded
-    assert learning_rate("muon", 256, 1000, 1000, adapted=True) == pytest.approx(ADAPTED * middle, rel=0.1)
-
-
 def test_the_rule_is_as_documented() -> None:
     """docs/defaults.md: the square root of the steps up to 1,000, the fourth root beyond."""
     assert [learning_rate("muon", 128, 512, steps) for steps in (10, 75, 300, 1000, 16_000)] == [0.03, 0.02, 0.01, 0.0055, 0.0027]
     assert learning_rate("muon", 384, 1018, 570) == 0.0029 and learning_rate("adamw", 4096, 16_000, 26_000) == 9e-5
+    assert learning_rate("muon", 1, 1e9, 1) <= 0.05  # bounded
+    assert learning_rate("muon", 256, 1000, 1000, adapted=True) == pytest.approx(ADAPTED * learning_rate("muon", 256, 1000, 1000), rel=0.1)
 
 
 def test_the_plan_says_what_training_takes_and_records(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,19 +134,17 @@ def test_whole_models_and_trained_heads_are_changed_by_smaller_steps(small: Path
 
 
 @pytest.mark.parametrize(
-    ("saved", "instructions", "given", "taken"),
+    ("saved", "given", "taken"),
     [
-        (torch.bfloat16, True, [], "bf16"),
-        (torch.bfloat16, False, [], "no"),
-        (torch.float32, True, [], "no"),
-        (torch.float32, True, ["backbone.dtype=bf16"], "bf16"),
-        (torch.bfloat16, True, ["train.precision=no"], "no"),
+        (torch.bfloat16, [], "bf16" if bf16_instructions() else "no"),
+        (torch.float32, [], "no"),
+        (torch.float32, ["backbone.dtype=bf16"], "bf16"),
+        (torch.bfloat16, ["train.precision=no"], "no"),
     ],
 )
 def test_the_drafter_computes_in_the_backbones_precision(
-    saved: torch.dtype, instructions: bool, given: list[str], taken: str, small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    saved: torch.dtype, given: list[str], taken: str, small: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr("headstart.heads.backbone.model_config.bf16_instructions", lambda: instructions)
     folder = small.parent / "backbone"
     AutoModelForCausalLM.from_pretrained(folder).to(saved).save_pretrained(folder)
     assert main([str(small), "train.steps=2", *given]) == 0

@@ -1,7 +1,5 @@
 """No evaluation costs a training: heads and state are saved before it, and whatever becomes of it, the run goes on or is resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
-from small_run import make_recipe, read_log
+from small_run import make_recipe, read_log, train_once
 
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
@@ -41,11 +39,7 @@ def broken(*args: Any) -> Any:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run, which evaluates after steps 4, 8 and 12; its recipe and backbone are beside it."""
-    folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        assert main([str(make_recipe(folder, eval={"every": 4}))]) == 0
-    return folder / "out"
+    return train_once(make_recipe(tmp_path_factory.mktemp("whole"), eval={"every": 4})) / "out"
 
 
 def recipe_for(whole: Path, out: Path, *changes: str) -> list[str]:
@@ -79,9 +73,7 @@ def test_one_that_fails_is_a_warning(
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
-def test_one_that_fails_on_a_sharded_backbone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], alone: bool
-) -> None:
+def test_one_that_fails_on_a_sharded_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     """All processes decode: if all fail, the run goes on; if one does, it ends instead of waiting for hours."""
     recipe, said, real = make_recipe(tmp_path, train={"steps": 2}), tmp_path / "said", evaluation.evaluate
     monkeypatch.setattr(evaluation, "evaluate", lambda *args: broken() if not alone or os.environ["RANK"] == "1" else real(*args))
@@ -147,9 +139,7 @@ def test_heads_that_cannot_be_saved_do_not_cost_the_state(
     assert provenance(tmp_path / "out")["tau"] == provenance(whole)["tau"]
 
 
-def test_a_log_that_cannot_be_written_does_not_cost_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_that_cannot_be_written_does_not_cost_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(tmp_path, train={"steps": 3})
     write, full = Log._write, OSError(28, "No space left on device")
 

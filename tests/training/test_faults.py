@@ -1,8 +1,6 @@
 """Faults of the machine: whatever file operation fails or is the last before a kill, what was saved loads, and the run goes on to the
 weights of an undisturbed one, bit for bit. A fault costs one line."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -20,6 +18,7 @@ from safetensors import SafetensorError
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.support.errors import UserError
@@ -84,9 +83,7 @@ class TestOneSave:
         assert status == NEVER and numbers.count(1) > 8 and numbers.count(2) > 5, numbers
         assert fail is not killed or numbers == sorted(numbers), "once the step is done it stays done"
 
-    def test_a_reader_finishes_the_step_or_says_that_it_cannot(
-        self, two: tuple[Drafter, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_reader_finishes_the_step_or_says_that_it_cannot(self, two: tuple[Drafter, Drafter], tmp_path: Path) -> None:
         folder = tmp_path / "heads"
         step = next(at for at in range(1, MOST) if self.interrupted(two[1], folder, at))
         assert step and (folder / PENDING / "headstart.json").exists()
@@ -171,17 +168,12 @@ class TestRun:
             lines = errors(capsys)
             assert statuses[-1] in (0, 2) and len(lines) == (statuses[-1] == 2), (at, counted.seen[at - 1], lines)
             if (out / "headstart.json").exists() or (out / PENDING).exists():
-                load_drafter(out, self.on(tmp_path))
+                load_drafter(out, load_backbone(str(tmp_path / "backbone"), device="cpu"))
             assert main([str(recipe), f"save.dir={out}"]) == 0
             assert (out / WEIGHTS).read_bytes() == weights, (at, counted.seen[at - 1])
             assert [line["step"] for line in read_log(out) if "loss" in line] == [1, 2, 3]
             assert not [path for path in out.rglob(".*")]
         assert len(statuses) == len(tried) > 3 and 2 in statuses
-
-    def on(self, tmp_path: Path) -> Any:
-        from headstart.heads.backbone.backbone import load_backbone
-
-        return load_backbone(str(tmp_path / "backbone"), device="cpu")
 
     def test_some_operations(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.sweep(recipe, tmp_path, capsys, slice(None, None, 29))
@@ -190,7 +182,7 @@ class TestRun:
     def test_every_operation(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.sweep(recipe, tmp_path, capsys, slice(None))
 
-    def test_the_error_of_the_safetensors_library(self, recipe: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_error_of_the_safetensors_library(self, recipe: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*args: Any) -> None:
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

@@ -1,16 +1,10 @@
 """How the objective is computed: in chunks, each readout once, in which dtypes; and feature regression with or without a divergence."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS
-from guess import TinyDrafter, V, batch, chunked, learned, naive, run, small_backbone
+from guess import Largest, TinyDrafter, V, batch, chunked, learned, naive, run, small_backbone
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
@@ -38,19 +32,6 @@ def test_logits_are_never_held_whole(backbone: Backbone) -> None:
     sums.loss.backward()
     assert sum(seen) == learned(features)
     hook.remove()
-
-
-class Largest(TorchDispatchMode):
-    """Number of elements in the largest tensor that any operation made, forward or backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
-        return out
 
 
 @pytest.mark.parametrize("terms", [*WHOLE_TERMS, MIXED_TERMS[1]], ids=str)

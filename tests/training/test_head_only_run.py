@@ -1,7 +1,5 @@
 """Training from a feature cache loads the backbone's embedding, final norm and output layer alone, and learns the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import make_recipe, read_log
+from small_run import losses, make_recipe, read_log
 
 from headstart.cli.main import main
 from headstart.cli.train import main as train
@@ -42,10 +40,6 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     options = [f"cache.dir={folder / 'cache'}", "drafter.taps=[1,3,5]"]
     assert main(["cache", str(recipe), *options]) == 0
     return folder, options
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_log(folder) if "loss" in line]
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -1,7 +1,5 @@
 """Training on rows with images: read by the model's own pass, live and from a cache, the same again when resumed."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
@@ -13,7 +11,7 @@ import torch
 from image_models import make_image_model
 from PIL import Image
 from safetensors.torch import load_file
-from small_run import read_log
+from small_run import losses, read_log
 from transformers import AutoModelForImageTextToText
 
 from headstart.chat.images import as_parts
@@ -86,10 +84,6 @@ def make(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_log(folder) if "loss" in line]
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """``headstart inspect``: shows the label tokens, the statistics of the data, and the contents of a checkpoint."""
 
-from __future__ import annotations
-
+import contextlib
+import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +67,23 @@ def test_a_sample_shows_what_is_learned(recipe: Path, tmp_path: Path, capsys: py
     assert second["row"] == 1 and out.count("⟦") == 1 and "sample    1: " in out
 
 
-def test_colours_at_a_terminal_alone(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("name", "value"), [("TERM", "xterm"), ("TERM", "dumb"), ("NO_COLOR", "1")])
+def test_colours_at_a_terminal_alone(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    inspected(tmp_path, recipe)
-    out = capsys.readouterr().out
-    assert "\x1b[32m" in out and "\x1b[2m" in out and "\x1b[7;32m<|im_end|>\x1b[0m" in out and "⟦" not in out
-    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            inspected(tmp_path, recipe)
-            assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.setenv(name, value)
+    with contextlib.redirect_stdout(Terminal()) as screen:
+        inspected(tmp_path, recipe)
+    out = screen.getvalue()
+    if value == "xterm":
+        assert "\x1b[32m" in out and "\x1b[2m" in out and "\x1b[7;32m<|im_end|>\x1b[0m" in out and "⟦" not in out
+    else:
+        assert "\x1b" not in out
 
 
 def test_the_data_in_numbers(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +175,7 @@ def test_a_mistake_is_one_line(recipe: Path, trained: Path, tmp_path: Path, caps
         ([str(tmp_path / "broken")], "is damaged"),
         ([str(tmp_path / "lacking")], "lacks its weights"),
         ([str(trained / "headstart.json")], "unknown key"),
+        (["embedded", "--html", str(tmp_path / "page.html")], "--html shows a recipe's training sample, and embedded is trained heads"),
     ):
         assert main(["inspect", *arguments, "--json", str(file)]) == 2
         printed = capsys.readouterr()

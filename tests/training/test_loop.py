@@ -1,13 +1,11 @@
 """The training loop: it trains the drafter alone, and the loss does not depend on how a step is split."""
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_run import make_recipe, read_log, run
 
 from headstart.cli.train import main
@@ -17,7 +15,8 @@ from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import Sample
 from headstart.training.loop import micro_batch_seed, train
 from headstart.training.recipe.recipe import Train, load_recipe
-from headstart.training.run.optimizer import learning_rate
+from headstart.training.run.checkpoint import find_state, read_state
+from headstart.training.run.optimizer import Average, in_place_of_weights, learning_rate
 from headstart.training.setup import prepare
 
 KINDS = [{"kind": "medusa", "depth": 2}, {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}]
@@ -151,15 +150,6 @@ def test_late_steps_have_seeds(tmp_path: Path) -> None:
     assert len({*seeds}) == 8 and all(0 <= seed < 2**32 for seed in seeds)
 
 
-def test_wandb_is_asked_for_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = make_recipe(tmp_path)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main([str(recipe), "log.wandb=online"]) == 2
-    assert "pip install wandb" in capsys.readouterr().err
-
-
 def test_what_a_step_reads_is_a_function_of_the_step() -> None:
     """Every epoch has every sample once; any number of processes splits the same step completely."""
     samples = [Sample(torch.arange(4 + i % 3), torch.ones(4 + i % 3, dtype=torch.bool)) for i in range(10)]
@@ -180,3 +170,54 @@ def test_learning_rate(schedule: str, middle: float, last: float) -> None:
     rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
     assert rates[0] == pytest.approx(0.01) and rates[49] == pytest.approx(0.5) and rates[99] == rates[100] == pytest.approx(1.0)
     assert rates[550] == pytest.approx(middle, abs=1e-3) and rates[-1] == pytest.approx(last, abs=1e-3)
+
+
+STEPS = 8
+CONSTANT = {"steps": STEPS, "schedule": "constant", "warmup_ratio": 0.0, "ema_decay": 0.5}
+
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+
+def test_the_average_follows_the_weights_and_replaces_them_in_a_block() -> None:
+    layer = torch.nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    average, expected = Average(dict(layer.named_parameters()), 0.4), layer.weight.detach().clone()
+    for step in range(1, 9):
+        layer.weight.data += torch.randn(2, 3)
+        average.update(step)
+        decay = min(0.4, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * layer.weight.detach()
+        torch.testing.assert_close(average.weights["weight"], expected)
+    assert decay == 0.4 and set(average.weights) == {"weight"}
+    weight, identity = layer.weight.detach().clone(), layer.weight
+    with pytest.raises(KeyError), in_place_of_weights(average):
+        torch.testing.assert_close(layer.weight.detach(), expected)
+        raise KeyError
+    assert torch.equal(layer.weight, weight) and layer.weight is identity
+    torch.testing.assert_close(average.weights["weight"], expected)
+    with in_place_of_weights(None):
+        assert torch.equal(layer.weight, weight)
+
+
+def test_what_is_saved_is_the_average_and_training_goes_on_from_the_weights(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2}, train=CONSTANT, eval={"every": 4})
+    assert main([str(recipe), f"save.dir={tmp_path}/average"]) == 0
+    assert main([str(recipe), f"save.dir={tmp_path}/weights", "train.ema_decay=null"]) == 0
+    with_it, without = (load_file(tmp_path / name / "model.safetensors") for name in ("average", "weights"))
+    folder = find_state(tmp_path / "average")
+    assert folder is not None
+    state = read_state(folder).tensors
+    for name, tensor in with_it.items():
+        assert torch.equal(state[f"drafter/{name}"], without[name])  # averaging does not disturb training
+        assert torch.equal(state[f"average/{name}"], tensor) and not torch.equal(tensor, without[name])
+    losses = [[line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("average", "weights")]
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+
+
+def test_features_are_refused_before_training_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, objective={"terms": {"features": 1.0, "ce": 0.1}})
+    assert main([str(recipe)]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "objective.terms.features" in errors[0] and "Medusa has a readout of its own" in errors[0]
+    assert not list((tmp_path / "out").glob("*.safetensors"))

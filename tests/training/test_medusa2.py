@@ -1,7 +1,5 @@
 """The stages and losses of joint training (Medusa-2, 2401.10774 section 2.2.2): heads alone, the ramp, KL, recomputed activations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

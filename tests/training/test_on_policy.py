@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, M drafts, N proposals of a draft, K depth, D width.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs with on-policy training: independent of how a step is split, resumable, and effective; impossible settings are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""Heads trained on one continuation draft nearly all of it: anything less is a fault of alignment or masking.
-
-Shape suffixes: B batch, T positions, D width.
-"""
-
-from __future__ import annotations
+"""Heads trained on one continuation draft nearly all of it: anything less is a fault of alignment or masking."""
 
 from dataclasses import dataclass
 from typing import Any

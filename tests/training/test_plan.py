@@ -1,7 +1,5 @@
 """``headstart plan``: its memory estimate matches a real step, a recipe that fits fits, and errors are one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from headstart.support.errors import UserError
 from headstart.training.data.kept import Splits
 from headstart.training.features.source import LiveFeatures
 from headstart.training.plan.duration import best_chain, tau
-from headstart.training.plan.fake_model import MemoryCounter, make_fake_models
+from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.plan.plan import disk, find_machine, largest, read_data
 from headstart.training.plan.table import lines
@@ -184,13 +182,3 @@ def test_packing_for_recurrent_layers_is_refused_before_anything_is_read(tmp_pat
         tokens_BT = torch.zeros(1, 3, dtype=torch.int64)
         LiveFeatures(Backbone(model), ()).backbone.read(tokens_BT, attention_mask={"full_attention": torch.ones(1, 3, 3)})
     assert main(["plan", str(recipe), f"backbone.path={tmp_path / 'hybrid'}", "data.packing=true"]) == 2
-
-
-def test_what_is_counted_is_freed() -> None:
-    with MemoryCounter() as counter:
-        counter.part = "a"
-        kept = torch.zeros(100)
-        counter.part = "b"
-        for _ in range(3):
-            torch.ones(50)
-    assert counter.bytes == 400 and counter.peak == 600 and counter.parts([kept]) == {"gradients": 400, "b": 200}

@@ -1,7 +1,5 @@
 """The memory planned for a step against the allocations of a real one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -169,14 +167,6 @@ def test_a_share_of_the_positions_takes_less_memory(small: Path, key: str, kind:
         phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(4, 2000)).phases
         taken[share] = phases[DRAFT_STEP]["drafter activations"]
     assert 1.2 < taken[0.4] / taken[0.1] < 4.5
-
-
-@pytest.mark.slow
-def test_more_rows_and_longer_ones_take_more(small: Path) -> None:
-    recipe = load_recipe(small, ["drafter={kind: eagle3, depth: 2}", "objective.chunk_size=1000"])
-    memory = MemoryPlan(recipe, make_fake_models(recipe, False), False, False)
-    most = [memory.step(size).peak for size in (MicroBatch(2, 32), MicroBatch(4, 32), MicroBatch(4, 64), MicroBatch(4, 64, 0.5))]
-    assert most[0] < most[1] < most[2] > most[3]
 
 
 def test_linear_layers_of_few_bits_take_few(small: Path) -> None:

@@ -3,8 +3,6 @@
 tests/training/test_objective.py does the same for packing and padding, where the sums are available.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A killed run resumes to the weights of an undisturbed one, bit for bit; what cannot be resumed is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
-from small_run import make_recipe, read_log
+from small_run import error_line, make_recipe, read_log, train_once
 
 from headstart.cli.train import main
 
@@ -35,11 +33,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         log={"every": 2},
         eval={"every": 10},
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        assert main([str(recipe)]) == 0
+    train_once(recipe)
     assert [state.name for state in states(folder / "out")] == ["step-00000015", "step-00000018", "step-00000020"]
     return folder
+
+
+@pytest.fixture
+def out(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the undisturbed run."""
+    return Path(shutil.copytree(whole / "out", tmp_path / "out"))
 
 
 def states(out: Path) -> list[Path]:
@@ -74,9 +76,7 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(whole: Path, tmp_path: Path,
     assert not [path for path in (out / "state").iterdir() if path.name.startswith(".")]
 
 
-def test_the_one_before_is_taken_when_the_newest_is_damaged(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(whole / "out", out)
+def test_the_one_before_is_taken_when_the_newest_is_damaged(whole: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = states(out)[-1] / "tensors.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
     (out / WEIGHTS).unlink()
@@ -87,9 +87,7 @@ def test_the_one_before_is_taken_when_the_newest_is_damaged(whole: Path, tmp_pat
     assert numbers(out) == numbers(whole / "out")
 
 
-def test_refused_when_every_state_is_damaged(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(whole / "out", out)
+def test_refused_when_every_state_is_damaged(whole: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = states(out)
     (first / "state.json").write_text("{")
     (second / "tensors.safetensors").unlink()
@@ -99,9 +97,7 @@ def test_refused_when_every_state_is_damaged(whole: Path, tmp_path: Path, capsys
     assert message.startswith("error: ") and str(first) in message and "state.json is not JSON" in message and "delete" in message
 
 
-def test_a_state_that_was_changed_is_damaged(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(whole / "out", out)
+def test_a_state_that_was_changed_is_damaged(whole: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for state, (key, value) in zip(states(out), (("heads", {}), ("tokens", None), ("step", -1)), strict=True):
         content = json.loads((state / "state.json").read_text())
         (state / "state.json").write_text(json.dumps({**content, key: value}))
@@ -110,32 +106,40 @@ def test_a_state_that_was_changed_is_damaged(whole: Path, tmp_path: Path, capsys
     assert message.count("state.json is not as it was written") == 3 and "Traceback" not in message
 
 
-def test_a_state_of_another_version_is_refused(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(whole / "out", tmp_path / "out")
-    for state in states(tmp_path / "out"):
+def test_a_state_of_another_version_is_refused(whole: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for state in states(out):
         content = json.loads((state / "state.json").read_text())
         del content["format"]
         (state / "state.json").write_text(json.dumps(content))
-    assert main(recipe_for(whole, tmp_path / "out", f"train.steps={STEPS + 4}")) == 2
+    assert main(recipe_for(whole, out, f"train.steps={STEPS + 4}")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "step-00000020 was saved by another version of Headstart (format None, this one reads 4)" in error
 
 
-def test_another_recipe_is_refused_by_its_keys(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(whole / "out", out)
-    assert main(recipe_for(whole, out, "train.lr=0.5", "seed=8", "log.every=1", f"train.steps={STEPS + 1}")) == 2
+def test_another_recipe_is_refused_by_its_keys(whole: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(recipe_for(whole, out, "train.lr=0.5", "train.ema_decay=0.5", "seed=8", "log.every=1", f"train.steps={STEPS + 1}")) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert "seed (was 7, now 8)" in message and "train.lr (was 0.003, now 0.5)" in message
+    assert "train.ema_decay (was None, now 0.5)" in message
     assert not any(key in message for key in ("log.every", "train.steps", "save.dir (was"))
     assert main(recipe_for(whole, out, "save.resume=false")) == 2
     assert "save.resume=true" in capsys.readouterr().err
 
 
-def test_a_finished_run_can_be_made_longer(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(whole / "out", out)
+def test_a_finished_run_can_be_made_longer(whole: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(recipe_for(whole, out)) == 0
     assert f"already at step {STEPS}" in capsys.readouterr().err
     assert main(recipe_for(whole, out, f"train.steps={STEPS + 3}", "train.micro_batch=null", "log.every=1")) == 0
     assert [line["step"] for line in read_log(out) if "loss" in line][-4:] == [STEPS, STEPS + 1, STEPS + 2, STEPS + 3]
+
+
+def test_other_samples_are_refused_on_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, eval={"prompts": 1})
+    assert main([str(recipe), "train.steps=2"]) == 0
+    rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "text.jsonl").write_text("".join([*rows[1:], rows[0]]))  # the same rows in another order
+    assert main([str(recipe), "train.steps=4"]) == 2
+    error = error_line(capsys)
+    assert "step-00000002 was trained on other samples (hash" in error and "text.jsonl or the tokenizer have changed; restore them" in error
+    (tmp_path / "text.jsonl").write_text("".join(rows))
+    assert main([str(recipe), "train.steps=4"]) == 0

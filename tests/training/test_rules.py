@@ -1,7 +1,5 @@
 """Recipes by rule: the shipped ones are what recipes/write.py writes, plan, and train on shrunk models; so do those of new-recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import shrink
 import torch
-from small_run import make_backbone, rows_of_text
+from small_run import losses, make_backbone, rows_of_text
 
 from headstart.cli.main import main
 from headstart.support.errors import UserError
@@ -122,11 +120,7 @@ def test_a_shipped_recipe_plans_and_trains_on_its_shrunk_model(name: str, method
     ])  # fmt: skip
     assert fit(to_dict(recipe), GPU, str(model))[1] > 0
     assert train(prepare(recipe)) == 0
-    assert torch.isfinite(torch.tensor([line["loss"] for line in losses(tmp_path / "out")])).all()
-
-
-def losses(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if "loss" in line]
+    assert torch.isfinite(torch.tensor(losses(tmp_path / "out"))).all()
 
 
 OTHERS = [(name, "eagle3") for name in ENTRIES] + [("gpt2", method) for method in METHODS if method != "eagle3"]

@@ -1,7 +1,5 @@
 """A run's log is kept across a resume; the tables of compare, and trackers, get the same numbers."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from small_run import make_recipe, read_log
+from small_run import make_recipe, read_log, train_once
 
 from headstart.cli.main import main as command
 from headstart.cli.train import main
@@ -37,12 +35,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a run of six steps resumed to twelve."""
     folder = tmp_path_factory.mktemp("ran")
     recipe = make_recipe(folder, drafter={"kind": "eagle3", "depth": 3}, train={"steps": 6}, eval={"max_new_tokens": 24})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(True)
-        assert main([str(recipe), *GIVEN]) == 0
-        AcceleratorState._reset_state(True)
-        assert main([str(recipe), *GIVEN, f"train.steps={STEPS}"]) == 0
+    train_once(recipe, *GIVEN)
+    train_once(recipe, *GIVEN, f"train.steps={STEPS}")
     return folder / "out"
 
 
@@ -138,64 +132,47 @@ def test_starts_in_the_same_second_write_files_of_their_own(tmp_path: Path, monk
     assert steps == [0, 6]
 
 
-def records(path: Path) -> Iterator[Any]:
-    """The records of an offline wandb run: LevelDB's log format, blocks of 32 KiB with records whole (1) or in parts (2, 3, 4)."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, parts = path.read_bytes(), 7, b""
-    while at + 7 < len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        parts, at = parts + data[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):
-            yield Record.FromString(parts)
-            parts = b""
-
-
-def test_wandb_offline_has_recipe_numbers_and_examples(tmp_path: Path) -> None:
-    wandb = pytest.importorskip("wandb")
-    recipe = make_recipe(tmp_path, train={"steps": 2}, log={"wandb": "offline", "name": "tried", "project": "tiny"})
-    assert main([str(recipe)]) == 0
-    wandb.teardown()  # a finished run may not be on disk until wandb's own process ends
-    (path,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
-    logged = list(records(path))
-    (run,) = (record.run for record in logged if record.WhichOneof("record_type") == "run")
-    config = {update.key: json.loads(update.value_json) for update in run.config.update}
-    assert run.display_name == "tried" and run.project == "tiny" and config["train"]["steps"] == 2 and config["drafter"]["kind"] == "medusa"
-    history: dict[int, dict[str, Any]] = {}
-    for record in logged:
-        if record.WhichOneof("record_type") == "history":
-            items = ((item.key or "/".join(item.nested_key), json.loads(item.value_json)) for item in record.history.item)
-            history[record.history.step.num] = dict(items)
-    evaluated, trained = read_log(tmp_path / "out")[-1], read_log(tmp_path / "out")[-2]
-    assert [history[2]["tau"], history[2]["loss"]] == [evaluated["tau"], trained["loss"]]
-    assert [history[2][f"acceptance_per_depth/{i}"] for i in (0, 1)] == evaluated["acceptance_per_depth"]
-    (table,) = path.parent.glob("files/media/table/*.json")
-    assert json.loads(table.read_text())["data"] == [[one["prompt"], marked(one)] for one in evaluated["examples"]]
-
-
 STANDIN = """from types import SimpleNamespace
-errors, begun = SimpleNamespace(Error=RuntimeError), []
+errors, begun, logged = SimpleNamespace(Error=RuntimeError), [], []
 class Table(SimpleNamespace): pass
 def init(**given):
+    if given["mode"] == "online":
+        raise errors.Error("No API key configured.\\nUse `wandb login`.")
     begun.append(given)
-    return SimpleNamespace(log=lambda values, **how: None, finish=lambda: None)
+    return SimpleNamespace(log=lambda values, **how: logged.append((values, how)), finish=lambda: None)
 """
 
 
-def test_a_resumed_run_goes_on_in_weights_and_biases_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe, numbers and examples; a resumed run goes on under its id; what is refused is one line."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "wandb.py").write_text(STANDIN)
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    recipe = make_recipe(tmp_path, log={"wandb": "offline"}, train={"schedule": "constant"})
+    wanted = {"wandb": "offline", "name": "tried", "project": "tiny"}
+    recipe = make_recipe(tmp_path, log=wanted, train={"schedule": "constant"})
+    recipe.write_text(recipe.read_text() + "regenerate:\n  api_key: SERVER_KEY\n")
+    monkeypatch.setenv("SERVER_KEY", "sk-0123456789")
     for given in (["train.steps=1"], ["train.steps=2"], ["train.steps=1", f"save.dir={tmp_path / 'another'}"]):
         AcceleratorState._reset_state(True)
         assert main([str(recipe), *given]) == 0
-    first, resumed, another = importlib.import_module("wandb").begun
+    wandb = importlib.import_module("wandb")
+    first, resumed, another = wandb.begun
     assert first["id"] == resumed["id"] != another["id"] and {one["resume"] for one in (first, resumed, another)} == {"allow"}
+    assert (first["name"], first["project"], first["config"]["drafter"]["kind"]) == ("tried", "tiny", "medusa")
+    assert first["config"]["regenerate"]["api_key"] == "SERVER_KEY" and "sk-0123456789" not in str((wandb.begun, wandb.logged))
+    trained, evaluated = read_log(tmp_path / "out")[-2:]
+    numbers: dict[str, Any] = {}
+    for values, how in wandb.logged:
+        numbers |= values if how.get("step") == 2 else {}
+    assert (numbers["tau"], numbers["loss"]) == (evaluated["tau"], trained["loss"])
+    assert [numbers[f"acceptance_per_depth/{i}"] for i in (0, 1)] == evaluated["acceptance_per_depth"]
+    (table,) = (value for value in numbers.values() if isinstance(value, wandb.Table))
+    assert table.data == [[one["prompt"], marked(one)] for one in evaluated["examples"]]
+    capsys.readouterr()
+    assert main([str(recipe), "log.wandb=online", f"save.dir={tmp_path / 'refused'}"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: log.wandb=online: No API key configured. Use `wandb login`.; run wandb login, or set log.wandb=offline")
     sys.modules.pop("wandb")
 
 
@@ -209,17 +186,6 @@ def test_a_tracker_that_is_missing_is_said_before_anything_is_loaded(
     output = capsys.readouterr().err
     assert output.startswith("error: log.tensorboard=true needs") and "pip install tensorboardX" in output and output.count("\n") == 1
     assert not (tmp_path / "out").exists()
-    assert main([str(recipe), "log.tensorboard=maybe"]) == 2
-    assert "log.tensorboard is" in capsys.readouterr().err
-
-
-def test_what_wandb_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    wandb = pytest.importorskip("wandb")
-
-    def refuse(**kwargs: Any) -> None:
-        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`.")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    assert main([str(make_recipe(tmp_path)), "log.wandb=online"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: log.wandb=online: No API key configured. Use `wandb login`.; run wandb login, or set log.wandb=offline")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main([str(recipe), "log.wandb=online", "backbone.path=/nowhere"]) == 2
+    assert "pip install wandb" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Training on hidden states from servers: the live losses, through servers that fail, and every kind of wrong states by its cause."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -11,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import make_recipe, read_log
+from small_run import error_line as said
+from small_run import losses, make_recipe
 from torch import Tensor
 from vllm_of_states import Change, StatesServer, states_server
 
 from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.training.features import server as client
 from headstart.training.features.cached import SUPPLEMENT
 from headstart.training.features.manifest import read_manifest
 from headstart.training.recipe.recipe import load_recipe
@@ -41,25 +39,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Backbone, list[
 
 
 @pytest.fixture
-def served(run: tuple[Path, Backbone, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatesServer]:
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(client, "GRACE", 0.05)
+def served(run: tuple[Path, Backbone, list[float]], tmp_path: Path) -> Iterator[StatesServer]:
     with states_server(run[1], tmp_path / "states", LAYERS, NAME) as server:
         yield server
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_log(folder) if "loss" in line]
 
 
 def command(of: Path, *servers: StatesServer, **changes: Any) -> list[str]:
     options = {"folder": str(servers[0].folder), "patience": 20, **changes}
     endpoints = json.dumps([server.url for server in servers])
     return [str(of / "recipe.yaml"), f"features.endpoint={endpoints}", *(f"features.{key}={value}" for key, value in options.items())]
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
 
 
 @pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])

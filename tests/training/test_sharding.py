@@ -1,7 +1,5 @@
 """Several processes equal one, replicated (DDP) or sharded (FSDP2), backbone included; whole checkpoints, resumable on any number."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref
@@ -11,11 +9,10 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from forked import Forked
 from packaging.version import Version
 from safetensors.torch import load_file
-from small_run import make_recipe, read_log
+from small_run import make_recipe, read_log, train_once
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -63,11 +60,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(request.param)
     train = {**TRAIN, "optimizer": request.param}
     recipe = make_recipe(folder, 6, drafter=DRAFTER, train=train, eval={"prompts": 1, "every": 4}, save={"every": 3})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(True)
-        assert main([str(recipe)]) == 0
-    return folder
+    return train_once(recipe)
 
 
 @pytest.mark.matrix(cells=1)
@@ -163,11 +156,11 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert main([str(recipe), "train.steps=1"]) == 0  # one process has nothing to shard
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they have an accelerator")
 @pytest.mark.skipif(Version(accelerate.__version__) < Version("1.13"), reason="accelerate before 1.13 trains these together")
 def test_training_each_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([str(make_recipe(tmp_path, 6))]) == 2
     assert "2 processes were started and found no accelerator, so each would train alone" in capsys.readouterr().err
 

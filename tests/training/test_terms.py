@@ -3,8 +3,6 @@
 Shape suffixes: C positions of a chunk, V draft vocabulary.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS, mixture, smooth_l1
@@ -132,21 +130,6 @@ def test_acceptance_counts_what_cannot_be_drafted(vocabulary: Tensor | None) -> 
     teacher, draft = compared(vocabulary)
     torch.testing.assert_close(1 - draft.alpha_C, total_variation_C)
     assert vocabulary is None or (teacher.mass_C < 1 - 1e-6).all()
-
-
-def test_lk_goes_from_kl_to_acceptance() -> None:
-    for eta, other in ((0.0, {"kl": 1.0}), (1e6, {"tv": 1.0})):
-        weight_C = torch.ones(C, dtype=torch.float64)
-        lk = fused(Objective(terms={"lk": 1.0}, lk_eta=eta), *logits(None), None, weight_C)
-        for a, b in zip(lk, fused(Objective(terms=other), *logits(None), None, weight_C), strict=True):
-            torch.testing.assert_close(a, b)
-
-
-def test_topk_of_everything_is_kl() -> None:
-    weight_C = torch.ones(C, dtype=torch.float64)
-    every = fused(Objective(terms={"topk_kl": 1.0}, top_k=10 * V), *logits(None), None, weight_C)
-    for a, b in zip(every, fused(Objective(terms={"kl": 1.0}), *logits(None), None, weight_C), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_regression_of_hidden_states() -> None:

@@ -1,9 +1,7 @@
 """EAGLE-3's training in memory linear in the length: same results and gradients as with all scores at once, in any blocks.
 
-Shape suffixes: B batch, T positions, S keys, D width, H heads, G heads of keys, C head width.
+Shape suffixes: B batch, T positions, D width.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 from families import backbone, random_drafter, read, texts
-from small_run import make_recipe, run
+from guess import Largest
+from small_run import make_recipe
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.cli.train import main
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.layers import causal_attention as causal
-from headstart.heads.layers.causal_attention import attend_past, divide, join
+from headstart.heads.layers.causal_attention import attend_past, divide
 from headstart.heads.layers.decoder_layer import rotate
-from headstart.support.errors import UserError
 
 DOCUMENTS: dict[str, list[list[int]] | None] = {
     "one": None,
@@ -124,24 +121,6 @@ def test_short_texts(length: int) -> None:
     close(learned(drafter, out), learned(drafter, expected))
 
 
-@pytest.mark.matrix(cells=1)
-@pytest.mark.parametrize("lengths", [None, [[5, 3], [2, 6]]])
-def test_gradients_by_differences(lengths: Any, queries: Callable[[int], None]) -> None:
-    """Gradients of the result and of the log-sum-exp, in fp64."""
-    queries(3)
-    document_BT = None if lengths is None else torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in lengths])
-    blocks = divide(document_BT, (2, 4, 8), torch.device("cpu"))
-    make = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 7, 3, dtype=torch.float64, generator=make).requires_grad_()  # fewer queries than keys, as in later passes
-    keys, values = (torch.randn(2, 2, 8, 3, dtype=torch.float64, generator=make).requires_grad_() for _ in range(2))
-    assert torch.autograd.gradcheck(lambda q, k, v: attend_past(q, k, v, blocks), (query, keys, values), fast_mode=True)
-
-    def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return join(q, *attend_past(q, k, v, blocks), [(k[:, :, 1:], v[:, :, 1:]), (k[:, :, :7] * 2, v[:, :, :7] + 1)])
-
-    assert torch.autograd.gradcheck(joined, (query, keys, values), fast_mode=True)
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 4, 64])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
@@ -209,25 +188,13 @@ def test_memory_is_linear_in_the_length() -> None:
     assert long < 0.5 * whole_scores
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple | list) else [made]:
-            self.elements = max(self.elements, one.numel() if isinstance(one, Tensor) else 0)
-        return made
-
-
 def test_scores_are_bounded() -> None:
     """Temporary memory too: no block has more scores than the minimum number of queries needs."""
     drafter, _ = case("llama", None)
     features = made_up(drafter, 1500)
     with Largest() as largest:
         sum(x.sum() for x in drafter(features)).backward()
-    assert largest.elements <= 4 * causal.LEAST * 1500
+    assert largest.numbers <= 4 * causal.LEAST * 1500
 
 
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
@@ -247,22 +214,6 @@ def test_checkpointing_keeps_less() -> None:
     with torch.no_grad():
         drafter(features)  # nothing to keep, nothing to checkpoint
     assert saved(drafter, features) < 0.4 * before
-
-
-@pytest.mark.slow
-def test_a_recipe_with_checkpointing_ends_in_the_same_weights(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2})
-    for name, wanted in (("plain", "false"), ("again", "true")):
-        done = run(recipe, f"save.dir={tmp_path / name}", f"train.gradient_checkpointing={wanted}")
-        assert done.returncode == 0, done.stderr
-    plain, again = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "again"))
-    assert plain == again
-
-
-def test_a_drafter_without_passes_refuses_in_a_line() -> None:
-    with pytest.raises(UserError, match="train.gradient_checkpointing is not available for Medusa") as caught:
-        random_drafter("medusa", backbone("llama")).recompute()
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -1,8 +1,6 @@
 """Heads for models that decoding refuses (Jamba), and for one of several streams of states (DeepSeek-V4): recipe, plan, training here,
 from a cache and a server, export, verify on stored features."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from small_run import make_recipe, read_log
+from small_run import error_line as said
+from small_run import losses, make_recipe, read_log
 from torch import Tensor
 from transformers import PreTrainedModel
 from vllm_of_states import StatesServer, states_server
@@ -99,14 +98,6 @@ def cached(target: tuple[Path, PreTrainedModel]) -> tuple[Path, list[float]]:
 
 def decodes(target: tuple[Path, PreTrainedModel]) -> bool:
     return "DeepseekV4" in type(target[1]).__name__
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_log(folder) if "loss" in line]
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
 
 
 def test_they_are_trained_here_from_a_cache_and_from_a_server(

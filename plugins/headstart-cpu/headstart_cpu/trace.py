@@ -10,7 +10,7 @@ constant and no optional list as an argument, so layers are traced as they are a
 argument of the graph. Layers that read the same value (queries, keys and values; gate and up) become one product with packed weights.
 
 A decoding step multiplies every weight with one row, or with as many rows as a tree has nodes. `F.linear` reads the weight as it lies in
-memory, and its cost jumps with the first few rows; in the order of the kernel 12 rows cost little more than one. A packed copy takes as much
+memory, and its cost jumps with the first few rows; in the kernel's order 12 rows cost little more than one. A packed copy takes as much
 memory as the weight, which stays for the model's other callers; captured passes do not read it, so that the system can take its memory back
 if it is mapped from a file.
 

@@ -1,7 +1,5 @@
 """A captured function returns the same results for new shapes, after the cache has grown, in whole sequences; fallbacks give a reason."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Capture fallbacks: the reason is logged once and kept; out of memory is not a fallback; backends are chosen by name."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

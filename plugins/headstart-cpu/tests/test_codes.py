@@ -1,7 +1,5 @@
 """Weights dequantized from blocks of 4 bits: packed as codes, of which products make the same numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

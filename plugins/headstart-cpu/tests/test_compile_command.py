@@ -1,7 +1,5 @@
 """``headstart compile``, and the commands that compile first."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from chat_run import make_chat_model
 from families import backbone, random_drafter
 from headstart_cpu import compile_model, kernels, workers
 from needs import needs_a_compiler
+from small_run import status_of
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
@@ -77,10 +76,7 @@ def test_bench_compiles_first_unless_it_is_not_to(heads: str, parts: list[int]) 
     ],
 )
 def test_what_cannot_be_compiled_is_said_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main(["compile", *arguments])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
+    status = status_of(["compile", *arguments])
     said = capsys.readouterr().err
     assert status == 2 and message in said and "Traceback" not in said
 

@@ -1,7 +1,5 @@
 """Compiled layers: one region for equal layers, programs kept on disk, and what happens where it does not work."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs and compiled code on disk: what is damaged, what is of other code, and what cannot be compiled."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

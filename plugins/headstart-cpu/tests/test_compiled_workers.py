@@ -1,7 +1,5 @@
 """Processes that compile: they end with the command that began them, however it ends, and say what fails."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -74,6 +72,7 @@ def test_a_process_that_ends_before_its_work_is_done_is_an_error_in_one_line(tmp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels.folder().mkdir(parents=True)
     kernels.library().touch()
-    monkeypatch.setattr(workers, "START", "raise SystemExit(1)")
+    (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(1)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(UserError, match="has ended before its work was done"):
         workers.compile_parts([REGION], lambda line: None)

@@ -1,7 +1,5 @@
 """The kernels of compiled layers: right, and a row has the same bits alone and among others."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

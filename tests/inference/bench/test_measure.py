@@ -1,20 +1,26 @@
 """Measuring: tau equals that of decoding, the model's own sampling settings have no effect, the verdict."""
 
+import io
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from families import Scripted, backbone, prompts, tiny
+from transformers import GenerationConfig
 
 from headstart.chat.prompts import Prompt
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.systems import HeadstartSystem
+from headstart.inference.bench.table import print_report, report_page
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, continue_by_transformers, continue_text, measure_tau
+from headstart.inference.measure import Settings, continue_by_transformers, continue_text, continue_texts, measure_tau
 from headstart.inference.steps import Tally
+from headstart.serving.verify.drafts import Round, Transcript, acceptance
 from headstart.support.errors import UserError
 
 PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]
@@ -23,19 +29,7 @@ PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]
 @pytest.fixture(scope="module")
 def heads() -> SpeculativeModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=96,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    backbone = Backbone(LlamaForCausalLM(config))
+    backbone = Backbone(tiny("llama"))
     return SpeculativeModel(backbone, build_drafter("medusa", backbone, {"depth": 3}).eval())
 
 
@@ -100,18 +94,6 @@ def test_the_models_own_sampling_settings_do_not_sneak_in(heads, temperature):
     assert temperature or torch.equal(before[0], before[1])
 
 
-def test_the_models_end_tokens_do_count(heads):
-    model = heads.backbone.model
-    written = continue_text(heads, PROMPTS[0], Settings(20), 0).sequences[0, len(PROMPTS[0]) :].tolist()
-    stop = written[9]
-    model.generation_config.eos_token_id = [stop, 63]
-    try:
-        measured = measure_tau(heads, PROMPTS[:1], max_new_tokens=20)
-    finally:
-        model.generation_config.eos_token_id = None
-    assert measured["tokens"] == written.index(stop) + 1
-
-
 def test_nothing_to_measure_on(heads):
     with pytest.raises(UserError, match="no prompts"):
         measure_tau(heads, [], max_new_tokens=4)
@@ -121,3 +103,87 @@ def test_parts_of_a_pass_timed_by_themselves(heads):
     parts = HeadstartSystem("medusa", heads).time_parts([{0: PROMPTS[0]}, {1: PROMPTS[1]}], Settings(6), 0)
     assert parts.tokens == 12 and all(time > 0 for time in parts.milliseconds().values())
     assert Tally().milliseconds() == {"draft_ms": 0.0, "verify_ms": 0.0, "host_ms": 0.0}
+
+
+DEPTH, NEW = 4, 15
+CHAIN = TreeShape(nodes=DEPTH + 1, width=1, depth=DEPTH)
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
+
+
+def ahead(temperature: float) -> list[list[int]]:
+    """What the backbone writes after each prompt, further than the measured texts go."""
+    alone = SpeculativeModel(backbone("llama"), capture="off")
+    rows = [continue_texts(alone, [ids_T], Settings(NEW + DEPTH + 1, temperature), [i]).sequences[0] for i, ids_T in enumerate(prompts())]
+    return [row.tolist() for row in rows]
+
+
+def as_an_engine(drafter: Scripted, truth: list[int], prompt: int) -> Transcript:
+    """A loop without Headstart's decoder: chains of `DEPTH` to the very end of the text, each compared with the truth."""
+    rounds, position = [], prompt + 1
+    while position < prompt + NEW:
+        drafts = tuple(int(drafter.guess(truth[: position - 1], k).argmax()) for k in range(DEPTH))
+        same = [draft == true for draft, true in zip(drafts, truth[position : position + DEPTH], strict=True)]
+        rounds.append(Round(position, drafts, [*same, False].index(False)))
+        position += rounds[-1].kept + 1
+    return Transcript(tuple(truth[:prompt]), tuple(truth[prompt : prompt + NEW]), tuple(rounds))
+
+
+def test_a_chain_is_counted_as_an_engine_counts_it():
+    truths = ahead(0.0)
+    drafter = Scripted(backbone("llama"), truths, "nearly", DEPTH)
+    expected = [as_an_engine(drafter, truth, len(ids_T)) for truth, ids_T in zip(truths, prompts(), strict=True)]
+    asked = [Prompt(ids_T) for ids_T in prompts()]
+    report = compare([("a", SpeculativeModel(drafter.backbone, drafter, capture="off"))], asked, Plan(NEW, tree=CHAIN, batches=(1, 3)))
+    kept, counted = [one.kept for text in expected for one in text.rounds], acceptance(expected)
+    out = io.StringIO()
+    print_report(report, out)
+    for row, setting in zip(report["results"], ("a at temperature 0", "a at temperature 0, batch 3"), strict=True):
+        assert row["mean_acceptance_length"] == pytest.approx(counted["mean_acceptance_length"]) == pytest.approx(1 + sum(kept) / len(kept))
+        assert row["acceptance_rate_per_pos"] == pytest.approx(counted["acceptance_rate_per_pos"])
+        assert row["draft_acceptance_rate"] == pytest.approx(sum(kept) / (DEPTH * len(kept)))
+        assert row["tau"] == pytest.approx(counted["tau"]) and row["tau"] < row["mean_acceptance_length"] - 0.1  # texts end inside a pass
+        assert row["tasks"][""]["mean_acceptance_length"] == row["mean_acceptance_length"]
+        note = f"as vLLM counts it: {setting}: mean acceptance length {row['mean_acceptance_length']:.3f}"
+        assert note in out.getvalue() and note in report_page(report)
+    assert not any("mean_acceptance_length" in one for one in report["baselines"])
+
+
+def test_trees_and_proposals_that_drafted_nothing():
+    truths = ahead(0.9)
+    drafter = Scripted(backbone("llama"), truths, "oracle", DEPTH)
+    heads, settings = SpeculativeModel(drafter.backbone, drafter, capture="off"), Settings(NEW, 0.9, tree=TreeShape(nodes=6, width=2))
+    tally = continue_texts(heads, prompts(), settings, list(range(5))).tally
+    assert tally.engine_counts()["mean_acceptance_length"] >= tally.tau > 3
+    assert tally.draft_tokens <= 5 * tally.drafts and tally.drafts == tally.row_passes
+    plain = continue_texts(SpeculativeModel(drafter.backbone, capture="off"), prompts(), Settings(NEW), [0] * 5).tally
+    assert plain.engine_counts() == {"mean_acceptance_length": None, "acceptance_rate_per_pos": [], "draft_acceptance_rate": None}
+
+
+def test_a_chain_stays_within_the_positions_of_the_model():
+    on = backbone("gpt2")  # 96 learned positions
+    ids_T = torch.arange(1, 58)
+    alone = continue_texts(SpeculativeModel(on), [ids_T], Settings(39), [0]).sequences[0]
+    oracle = SpeculativeModel(on, Scripted(on, [alone.tolist()], "oracle", DEPTH))
+    output = continue_texts(oracle, [ids_T], Settings(39, tree=CHAIN), [0])
+    assert torch.equal(output.sequences[0], alone) and output.drafted[0][-1] < DEPTH
+
+
+def test_the_worked_example_of_the_page():
+    section = PAGE.read_text("utf-8").split("## How acceptance is counted")[1].split("\n## ")[0]
+    rows = [[int(cell) for cell in cells] for cells in re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", section, re.MULTILINE)]
+    kept, written, tokens = [row[2] for row in rows], [row[3] for row in rows], 1 + sum(row[3] for row in rows)
+    starts = [1 + sum(kept[:i]) + i for i in range(len(rows))]
+    rounds = tuple(Round(start, (0,) * row[1], row[2]) for start, row in zip(starts, rows, strict=True))
+    text = [Transcript((), (0,) * tokens, rounds)]
+    assert [min(one.kept + 1, tokens - one.position) for one in rounds] == written and written[-1] < kept[-1] + 1
+    per_position = " ".join(f"{share:.2f}" for share in acceptance(text)["acceptance_rate_per_pos"])
+    per_depth = " ".join(f"{sum(count > depth + 1 for count in written) / len(written):.2f}" for depth in range(rows[0][1]))
+    found = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\d. %]+) \|$", section, re.MULTILINE))
+    assert found == {
+        "tau": f"{acceptance(text)['tau']:.2f}",
+        "acceptance_per_depth": per_depth,
+        "mean_acceptance_length": f"{acceptance(text)['mean_acceptance_length']:.2f}",
+        "acceptance_rate_per_pos": per_position,
+        "draft_acceptance_rate": f"{sum(kept) / sum(row[1] for row in rows):.1%}".replace("%", " %"),
+        "spec_accept_length": f"{tokens / len(rows):.2f}",
+    }

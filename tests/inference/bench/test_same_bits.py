@@ -1,7 +1,5 @@
 """In bf16 on a CPU, decoding with drafts computes the logits of autoregressive decoding bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The verdict of `bench`: what exceeds the rounding measured in the run is a fault, in 16 bits too; near-ties are none."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 import torch
 from corrupting import Change, a_logit, a_value, last_places, like_smollm2, register
 from families import prompts, random_drafter
-from rich.console import Console
 
 from headstart.chat.prompts import Prompt
 from headstart.cli.main import main
@@ -37,10 +34,9 @@ def measured(dtype: torch.dtype, capture: BackendName = "cuda-graph", twins: boo
 
 def printed(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     """The report as a terminal with colours shows it."""
-    out = io.StringIO()
-    monkeypatch.setattr("headstart.support.terminal.Console", lambda **given: Console(**given | {"force_terminal": True}))
     monkeypatch.setenv("TERM", "xterm-256color")
-    print_report(report, out)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_report(report, out := io.StringIO())
     return out.getvalue()
 
 

@@ -9,18 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from headstart.support.errors import UserError
 from plain.layer import LayerShape
 
 NextToken = Callable[[int], Tensor]
 """The logits ``[V]`` of the token that follows the one given; called with the root, then with each token drafted."""
-VOCABULARY = ("d2t", "t2d")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -58,10 +56,8 @@ class Target:
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
         self._cap: float | None = stated.get("final_logit_softcapping") or stated.get("logits_soft_cap")
         self._scale: float = float(stated.get("logit_scale") or 1.0) / float(stated.get("logits_scaling") or 1.0)
-        lists = [one for one in model.get_decoder().modules() if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
-        if not lists:
-            raise UserError(f"{type(model).__name__} has no list of its {self.num_layers} decoder layers, which the reference engine reads")
-        self._layers = lists[0]
+        lists = (one for one in model.get_decoder().modules() if isinstance(one, nn.ModuleList))
+        self._layers = next(one for one in lists if len(one) == self.num_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map final hidden states to logits over the vocabulary, as the model does: by its output layer, which may have a bias."""
@@ -109,8 +105,8 @@ class Target:
 class Reading:
     """One way to read a folder. Tensors have one name each, whatever the format calls them."""
 
-    reader: type[Reader] | None
-    """What drafts with the heads; None: they can only be imported."""
+    reader: type[Reader]
+    """What drafts with the heads."""
     config: Mapping[str, Any]
     """``config.json`` with its nested parts at the top level."""
     tensors: Mapping[str, Tensor]
@@ -118,41 +114,22 @@ class Reading:
     """The layers read, as the residual stream after so many layers; empty: the final hidden state."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What the method alone has, such as ``norm_output``."""
-    remarks: tuple[str, ...] = ()
-    """Contradictions found while reading, in words: some engine reads other heads than these."""
-    notes: tuple[str, ...] = ()
-    """What some engine does not have, in words."""
-    choice: str = ""
-    """What distinguishes this reading from the others of the folder, if there are several."""
     layer: LayerShape | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The shape that each tensor should have, by the configuration."""
     optional: frozenset[str] = frozenset()
     """Names among ``shapes`` that may be absent."""
 
-    @property
-    def method(self) -> str:
-        assert self.reader is not None
-        return self.reader.method
-
     def on(self, target: Target, text: Text) -> Reader:
         """Return the reader that drafts after prefixes of a text."""
-        assert self.reader is not None
         return self.reader(self, target, text)
 
     @property
     def faults(self) -> list[str]:
         """Name the tensors that are missing, unexpected or misshapen."""
-        missing = sorted(set(self.shapes) - set(self.tensors) - self.optional)
-        skipped = "half-written, or left out by the exporter; engines keep random values there"
-        faults = [f"tensor {name} is missing: {skipped}" for name in missing]
-        faults += [f"tensor {name} is not expected" for name in sorted(set(self.tensors) - set(self.shapes))]
-        for name in sorted(set(self.shapes) & set(self.tensors)):
-            found, wanted = tuple(self.tensors[name].shape), self.shapes[name]
-            if found != wanted:
-                turned = ": it is transposed" if found == wanted[::-1] else ""
-                faults.append(f"tensor {name} is {list(found)}, by the configuration it is {list(wanted)}{turned}")
-        return faults
+        missing, unexpected = self.shapes.keys() - self.tensors.keys() - self.optional, self.tensors.keys() - self.shapes.keys()
+        misshapen = {name for name in self.shapes.keys() & self.tensors.keys() if tuple(self.tensors[name].shape) != self.shapes[name]}
+        return sorted(missing | unexpected | misshapen)
 
     @property
     def vocabulary(self) -> Tensor | None:
@@ -172,9 +149,7 @@ class Reading:
 
 
 class Reader(ABC):
-    """Drafts after any prefix of one text. A method is one subclass, in a module of its own."""
-
-    method: ClassVar[str]
+    """Drafts after any prefix of one text. A method is one subclass."""
 
     def __init__(self, reading: Reading, target: Target, text: Text) -> None:
         self.reading, self.target, self.text, self.tensors = reading, target, text, reading.tensors
@@ -183,15 +158,10 @@ class Reader(ABC):
     def after(self, position: int) -> NextToken:
         """Return the draft after the first ``position`` tokens, the last of which is the root: the backbone has read those before it."""
 
-    @staticmethod
-    def depth_of(options: Mapping[str, Any]) -> int | None:
-        """Return the most tokens that can be drafted with these `Reading.options`; None: any number."""
-        return None
-
     @property
     def max_depth(self) -> int | None:
         """The most tokens that can be drafted; None: any number."""
-        return self.depth_of(self.reading.options)
+        return None
 
     @property
     def shape(self) -> LayerShape:

@@ -4,13 +4,8 @@ Element i of a block is at the position i after the root, which is element 0; th
 to keys and values of the context, ``hidden_norm(fc(taps))``, at the positions read. With ``anchored`` element i drafts depth i, otherwise
 element i + 1.
 
-Shape suffixes: T positions, N elements, D width, V vocabulary, G size of the GRU's state.
+Shape suffixes: T positions, N elements, D width, G size of the GRU's state.
 """
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +18,6 @@ from plain.layer import KeysValues, attend, finish, join, keys_values, linear, n
 class BlockReader(Reader):
     """One pass over a block; ``reading.options``: elements, mask, anchored, causal, and the kind of the correction of logits."""
 
-    method = "block"
-
     def __init__(self, reading: Reading, target: Target, text: Text) -> None:
         super().__init__(reading, target, text)
         self.layers = [under(self.tensors, f"layers.{i}.") for i in range(self.shape.layers)]
@@ -32,9 +25,9 @@ class BlockReader(Reader):
         positions_T = torch.arange(len(context_TD))
         self.known: list[KeysValues] = [keys_values(layer, context_TD, self.shape, positions_T) for layer in self.layers]
 
-    @staticmethod
-    def depth_of(options: Mapping[str, Any]) -> int:
-        return int(options["elements"]) - (0 if options["anchored"] else 1)
+    @property
+    def max_depth(self) -> int:
+        return int(self.reading.options["elements"]) - (0 if self.reading.options["anchored"] else 1)
 
     def after(self, position: int) -> NextToken:
         options = self.reading.options

@@ -3,8 +3,6 @@
 Shape suffixes: K depth, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

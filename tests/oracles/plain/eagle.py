@@ -11,11 +11,8 @@ positions, with the outputs of module k - 1 and the tokens k + 1 later.
 Shape suffixes: T rows, D width, X taps concatenated.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,8 +82,6 @@ class PairReader(Reader):
 class EagleReader(PairReader):
     """A projection of embedding and final hidden state, a decoder layer without an input norm, the backbone's output layer."""
 
-    method = "eagle"
-
     def streams(self, embedded_TD: Tensor, state_TD: Tensor, first: int) -> tuple[Tensor, Tensor]:
         mixed_TD = linear(self.tensors, "fc", torch.cat([embedded_TD, state_TD], -1))
         return mixed_TD, mixed_TD
@@ -94,8 +89,6 @@ class EagleReader(PairReader):
 
 class Eagle3Reader(PairReader):
     """A draft with ``reading.options``: ``norm_before_residual``, ``norm_before_fc``, ``fc_norm`` and ``norm_output``."""
-
-    method = "eagle3"
 
     def states(self) -> Tensor:
         taps_TX = self.text.concatenated(self.reading.taps)
@@ -127,16 +120,14 @@ class MtpReader(PairReader):
     attention with zero-centred norms.
     """
 
-    method = "mtp"
-
     def __init__(self, reading: Reading, target: Target, text: Text) -> None:
         self.hidden_first, self.gated = reading.options["family"] == "mimo", reading.options["family"] == "qwen3_5"
         self.modules = [under(reading.tensors, f"mtp.{i}.") for i in range(reading.options["modules"])]
         (PairReader if len(self.modules) == 1 else Reader).__init__(self, reading, target, text)
 
-    @staticmethod
-    def depth_of(options: Mapping[str, Any]) -> int | None:
-        return None if options["modules"] == 1 else int(options["modules"])
+    @property
+    def max_depth(self) -> int | None:
+        return None if len(self.modules) == 1 else len(self.modules)
 
     # One module, applied to its own output.
 

@@ -1,7 +1,5 @@
 """What an engine reads in a folder of heads: the tensors under one name each, the layers tapped, and the shapes that it expects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED
-from headstart.serving.layouts.files import DamagedError, Files
+from headstart.serving.layouts.files import Files
 from headstart.serving.reading import recognise
-from headstart.support.errors import UserError
 from plain.base import Reading, Shapes
 from plain.block import BlockReader
 from plain.eagle import Eagle3Reader, EagleReader, MtpReader
@@ -49,12 +46,6 @@ def numbered(name: str) -> str:
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
 
-def disagreement(top: list[int] | None, named: list[int] | None, key: str) -> tuple[str, ...]:
-    if not top or not named or sorted(top) == sorted(tap + 1 for tap in named):
-        return ()
-    return (f"layer ids disagree: {IDS} {top} counts layers passed, {key} {named} names layers from 0",)
-
-
 def taps_of(config: Mapping[str, Any], on: Sizes) -> tuple[int, ...]:
     top, nested = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
     if top is not None:
@@ -74,7 +65,7 @@ def eagle3_of(files: Files, config: Mapping[str, Any], taps: tuple[int, ...]) ->
     tensors = {numbered(name): tensor for name, tensor in files.read().items()}
     for name in [name for name in tensors if name.endswith(".hidden_norm.weight") and not name.startswith("layers.0.")]:
         tensors.setdefault(name.replace("hidden_norm", "input_layernorm"), tensors.pop(name))
-    return Reading(Eagle3Reader, config, tensors, taps, options, disagreement(config.get(IDS), nested.get(IDS), "eagle_config's"))
+    return Reading(Eagle3Reader, config, tensors, taps, options)
 
 
 def eagle3_shapes(reading: Reading, on: Sizes) -> Reading:
@@ -109,10 +100,8 @@ def eagle_shapes(reading: Reading, on: Sizes) -> Reading:
 def medusa(files: Files, on: Sizes) -> Reading:
     """By FasterDecoding's names: k.i.linear.weight and k.n.weight."""
     config, tensors = files.config, files.read()
-    heads, blocks = config["medusa_num_heads"], config["medusa_num_layers"]
     found = 1 + max(int(name.split(".")[0]) for name in tensors if name[0].isdigit())
-    remarks = (f"config.json states {heads} heads, the file holds {found}",) if heads != found else ()
-    return Reading(MedusaReader, config, tensors, (), {"heads": found, "blocks": blocks}, remarks)
+    return Reading(MedusaReader, config, tensors, (), {"heads": found, "blocks": config["medusa_num_layers"]})
 
 
 def medusa_shapes(reading: Reading, on: Sizes) -> Reading:
@@ -152,8 +141,7 @@ def mlp_shapes(reading: Reading, on: Sizes) -> Reading:
 def block(files: Files, on: Sizes) -> Reading:
     config, nested = files.config, files.config.get("dflash_config") or {}
     ids, top = nested.get("target_layer_ids", config.get("target_layer_ids")), config.get(IDS)
-    reading = block_of(files, {**config, **nested}, [i + 1 for i in ids] if top is None else top, on)
-    return replace(reading, remarks=disagreement(top, ids, "target_layer_ids"))
+    return block_of(files, {**config, **nested}, [i + 1 for i in ids] if top is None else top, on)
 
 
 def block_of(files: Files, config: Mapping[str, Any], taps: list[int], on: Sizes) -> Reading:
@@ -225,8 +213,7 @@ def mtp_shapes(reading: Reading, on: Sizes) -> Reading:
 
 def draft_model(files: Files, on: Sizes) -> Reading:
     model, report = AutoModelForCausalLM.from_pretrained(str(files.folder), dtype=torch.float32, output_loading_info=True)
-    if report["missing_keys"]:
-        raise DamagedError(f"{files.folder} lacks {sorted(report['missing_keys'])[0]}")
+    assert not report["missing_keys"]
     tensors = dict(model.state_dict())
     options = {"model": model.eval(), "mask": files.config.get("pard_token", files.config.get("ptd_token_id"))}
     return Reading(DraftModelReader, files.config, tensors, (), options, shapes={name: tuple(x.shape) for name, x in tensors.items()})
@@ -263,8 +250,7 @@ SHAPES: dict[type[Any] | None, Callable[[Reading, Sizes], Reading]] = {
 def read_heads(files: Files, on: Backbone) -> Reading:
     """Read heads as the engines do, in fp32, with the shapes that they expect."""
     layout = recognise(files)
-    if layout is None or layout.title not in READERS:
-        raise UserError(f"{files.folder} holds no heads that an engine reads")
+    assert layout is not None
     sizes = Sizes(on.dim, on.vocab, on.num_layers, on.max_positions or 0)
     reading = READERS[layout.title](files, sizes)
     reading = SHAPES[reading.reader](reading, sizes)

@@ -10,12 +10,8 @@ A draft model is an ordinary causal language model with the backbone's vocabular
 reads the text, the root and mask tokens (``pard_token``) in one pass: the logits at the k-th mask draft depth k.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
 from itertools import count
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +24,9 @@ from plain.layer import linear
 class MedusaReader(Reader):
     """Heads that read the last position's final hidden state; ``reading.options``: the numbers of heads and of blocks."""
 
-    method = "medusa"
-
-    @staticmethod
-    def depth_of(options: Mapping[str, Any]) -> int:
-        return int(options["heads"])
+    @property
+    def max_depth(self) -> int:
+        return int(self.reading.options["heads"])
 
     def after(self, position: int) -> NextToken:
         hidden_D, depths = self.text.hidden_TD[position - 2], count()
@@ -52,11 +46,9 @@ EPS = 1e-6
 class MlpReader(Reader):
     """A recurrent state that starts as the last position's final hidden state; ``reading.options``: depth, inner width, scaling."""
 
-    method = "mlp-speculator"
-
-    @staticmethod
-    def depth_of(options: Mapping[str, Any]) -> int:
-        return int(options["n_predict"])
+    @property
+    def max_depth(self) -> int:
+        return int(self.reading.options["n_predict"])
 
     def after(self, position: int) -> NextToken:
         options, depths = self.reading.options, count()
@@ -85,8 +77,6 @@ class MlpReader(Reader):
 
 class DraftModelReader(Reader):
     """``reading.options``: the model, and the mask token of a parallel one."""
-
-    method = "draft-model"
 
     def after(self, position: int) -> NextToken:
         model, mask = self.reading.options["model"], self.reading.options["mask"]

@@ -1,7 +1,5 @@
 """The check before training: how many answers are tokenised as they are written, and an error that says which is not, and why."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ from headstart.training.data.check import ROWS
 from headstart.training.data.data import load_data
 from headstart.training.data.kept import Splits
 from headstart.training.recipe.recipe import Data
-
-ENDS = (3,)
 
 
 def loaded(folder: Path, rows: list[dict[str, Any]], tokenizer: Any = None, **data: Any) -> Splits:
@@ -126,9 +122,3 @@ def test_train_and_inspect_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [value for _, name, value in shown.attributes if name == "title"] == [str(one["token"]) for one in written["sample"]]
     classes = {value for tag, name, value in shown.attributes if (tag, name) == ("span", "class")}
     assert {"a", "soft", "soft unused"} <= classes and "12 of 12 answers" in shown.words
-
-
-def test_the_page_is_for_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "embedded", "--html", str(tmp_path / "page.html")]) == 2
-    assert "--html shows a recipe's training sample, and embedded is trained heads; leave it out" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()

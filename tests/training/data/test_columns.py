@@ -1,7 +1,5 @@
 """Columns of JSON text, speakers of ShareGPT files, and bad rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -39,10 +37,6 @@ def tokens_of(rows: list[dict[str, Any]], **data: Any) -> list[tuple[list[int], 
 )  # fmt: skip
 def test_conversations_as_json_text_are_parsed(row: dict[str, Any], data: dict[str, Any]) -> None:
     assert tokens_of([row], **data) == tokens_of([{"messages": TALK}])
-
-
-def test_sharegpt_as_json_text_is_parsed() -> None:
-    assert tokens_of([{"conversations": json.dumps(SHAREGPT)}]) == tokens_of([{"messages": TALK[:2]}])
 
 
 def test_text_stays_text_where_the_recipe_says_so_or_it_is_no_conversation() -> None:

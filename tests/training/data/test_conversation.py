@@ -1,7 +1,7 @@
 """Conversations: the exact label tokens under templates of every style, and every kind of malformed row."""
 
 import pytest
-from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
+from chat_templates import CHATML, GEMMA, LLAMA3, PHI3, QWEN3, TURNS, VICUNA, chat, make_tokenizer
 from tokenised import make_samples
 
 from headstart.chat.messages import read_messages
@@ -86,45 +86,8 @@ def test_generation_blocks_of_a_template_that_drops_thoughts_make_one_sample_per
     assert start in QWEN3 and end in QWEN3
     opened = QWEN3.replace(start, "{%- generation %}" + start.replace("{%-", "{%"))
     tokenizer.chat_template = opened.replace(end, end + "{% endgeneration %}")
-    assert len(samples_of(tokenizer, chat(*TURNS))) == 2
-
-
-@pytest.mark.parametrize("blanks", [" ", "   "])
-def test_blanks_that_the_prompt_ends_with_are_not_merged_into_the_answer(blanks):
-    """The tokenizer has a token " It", which decoding cannot write after a prompt that ends with a blank."""
-    tokenizer = make_tokenizer(PLAIN.replace("assistant: ", f"assistant:{blanks}").replace("m.role + ': '", f"m.role + ':{blanks}'"))
-    samples = samples_of(tokenizer, chat(*TURNS))
-    assert [learned(tokenizer, sample) for sample in samples] == [["It is four."], ["Six, ünder one condition."]]
-    for sample, turns in zip(samples, (TURNS[:1], TURNS[:3]), strict=True):
-        asked = tokenizer.apply_chat_template(chat(*turns), add_generation_prompt=True, return_dict=False)
-        answer = tokenizer("It is four." if len(turns) == 1 else "Six, ünder one condition.", add_special_tokens=False)["input_ids"]
-        assert sample.tokens.tolist() == asked + answer and sample.loss_mask.tolist() == [False] * len(asked) + [True] * len(answer)
-    it, alone = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (" It", "It"))
-    assert it[0] not in (alone[0], tokenizer(" ", add_special_tokens=False)["input_ids"][0])
-
-
-def test_thoughts_dropped_from_earlier_turns_make_one_sample_a_turn():
-    tokenizer = make_tokenizer(QWEN3)
-    turns = chat(*TURNS)
-    turns[1]["reasoning_content"] = "Two."
-    samples, stats = make_samples([{"messages": turns}], tokenizer, Data(train="x"), source="x")
-    assert [learned(tokenizer, sample) for sample in samples] == [
-        ["<think>\nTwo.\n</think>\n\nIt is four.<|im_end|>"],
-        ["<think>\n\n</think>\n\nSix, ünder one condition.<|im_end|>"],
-    ]
-    assert "Two." not in tokenizer.decode(samples[1].tokens) and "It is four.<|im_end|>" in tokenizer.decode(samples[1].tokens)
-    assert stats.rows_split == 1 and "1 rows split by turn" in str(stats)
-    assert len(samples_of(tokenizer, turns[:2])) == 1
-
-
-@pytest.mark.parametrize("answer", ["so\n</think>\n\nFour.", "<think>\nso\n</think>\n\nFour.", "Four."])
-def test_an_answer_follows_what_the_generation_prompt_opens(answer):
-    tokenizer = make_tokenizer(OPENING)
-    (sample,) = samples_of(tokenizer, chat(("user", "Hi"), ("assistant", answer)))
-    asked = tokenizer.apply_chat_template(chat(("user", "Hi")), add_generation_prompt=True, return_dict=False)
-    assert sample.tokens[: len(asked)].tolist() == asked and asked[-1] == tokenizer("\n", add_special_tokens=False)["input_ids"][0]
-    assert learned(tokenizer, sample) == [answer.removeprefix("<think>\n") + "<|im_end|>"]
-    assert samples_of(tokenizer, chat(*TURNS), loss_on="all")[0].loss_mask.all()
+    samples, stats = make_samples([{"messages": chat(*TURNS)}], tokenizer, Data(train="x"), source="x")
+    assert len(samples) == 2 and stats.rows_split == 1 and "1 rows split by turn" in str(stats)
 
 
 def test_what_is_not_an_answer_is_not_learned():
@@ -135,14 +98,6 @@ def test_what_is_not_an_answer_is_not_learned():
     assert "three" not in tokenizer.decode(sample.tokens)  # an unanswered question is dropped
     (everything,) = samples_of(tokenizer, chat(*opening), loss_on="all")
     assert everything.loss_mask.all() and "three" in tokenizer.decode(everything.tokens)
-
-
-def test_sharegpt_turns_are_the_same_conversation():
-    tokenizer = make_tokenizer(CHATML)
-    speaker = {"user": "human", "assistant": "gpt"}
-    rows = [{"id": 7, "conversations": [{"from": speaker[role], "value": text} for role, text in TURNS]}]
-    ((sample,), _), (expected,) = make_samples(rows, tokenizer, Data(train="x"), source="x"), samples_of(tokenizer, chat(*TURNS))
-    assert sample.tokens.equal(expected.tokens) and sample.loss_mask.equal(expected.loss_mask)
 
 
 def test_other_fields_of_a_message_reach_the_template_and_nulls_do_not():
@@ -181,30 +136,15 @@ def test_rows_that_cannot_be_used_are_counted():
     assert "1 rows refused by the chat template (roles must alternate)" in str(stats)
     with pytest.raises(UserError, match=r"no label tokens in x: .*1 rows refused by the chat template \(roles must alternate\)"):
         make_samples(rows[1:2], tokenizer, Data(train="x"), source="x")
+    with pytest.raises(UserError, match="no label tokens in x: .*1 samples without label tokens"):
+        make_samples(rows[:1], tokenizer, Data(train="x", max_length=4), source="x")  # the whole answer is cut off
+    texts = [{"text": "a"}, {"text": ""}, {"text": "It is four."}]
+    assert make_samples(texts, make_tokenizer(), Data(train="x"), source="x")[1].samples_empty == 2
 
 
 def test_no_assistant_turn_anywhere_is_refused():
     with pytest.raises(UserError, match=r"no assistant turn to train on in any of the 2 rows of x.jsonl \(roles found: user, system\)"):
         samples_of(make_tokenizer(CHATML), chat(TURNS[0]), chat(("system", "x"), TURNS[0]))
-
-
-def test_long_samples():
-    tokenizer = make_tokenizer(CHATML)
-    (whole,) = samples_of(tokenizer, chat(*TURNS))
-    rows = [{"messages": chat(*TURNS)}]
-    length = len(whole.tokens)
-    (cut,), stats = make_samples(rows, tokenizer, Data(train="x", max_length=length - 1), source="x")
-    assert cut.tokens.equal(whole.tokens[:-1]) and cut.loss_mask.equal(whole.loss_mask[:-1]) and stats.samples_truncated == 1
-    assert not make_samples(rows, tokenizer, Data(train="x", max_length=length), source="x")[1].samples_truncated
-    with pytest.raises(UserError, match=f"row 1 has {length} tokens, over data.max_length={length - 1}"):
-        make_samples(rows, tokenizer, Data(train="x", max_length=length - 1, overlong="error"), source="x")
-    short = {"messages": chat(("user", "a"), ("assistant", "b"))}
-    kept, stats = make_samples([*rows, short], tokenizer, Data(train="x", max_length=length - 1, overlong="skip"), source="x")
-    assert len(kept) == 1 and stats.samples_too_long == 1
-    with pytest.raises(UserError, match="no label tokens in x: .*1 samples without label tokens"):
-        make_samples(rows, tokenizer, Data(train="x", max_length=4), source="x")  # the whole answer is cut off
-    texts = [{"text": "a"}, {"text": ""}, {"text": "It is four."}]
-    assert make_samples(texts, make_tokenizer(), Data(train="x"), source="x")[1].samples_empty == 2
 
 
 @pytest.mark.parametrize(

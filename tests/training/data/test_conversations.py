@@ -1,7 +1,5 @@
 """``recipes/conversations/run.sh``: one command from conversations to a report, which resumes where it stopped and names errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_templates import CHATML, make_tokenizer
-from families import build
-from transformers import GenerationConfig
+from chat_run import make_chat_model
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "recipes" / "conversations"
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 320}
 OVERRIDES = (
     "data.max_length=128", "drafter.depth=2", "regenerate.max_new_tokens=24", "regenerate.batch_size=16", "train.epochs=null",
     "train.steps=4", "train.batch_size=4", "save.every=2", "eval.prompts=2", "eval.max_new_tokens=8",
@@ -38,17 +33,11 @@ def steps(output: str) -> list[str]:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model that ends an answer after about ten tokens, and conversations of one to three questions, one of which appears twice."""
     folder = tmp_path_factory.mktemp("given")
-    tokenizer = make_tokenizer(CHATML)
-    model = build("Llama", SIZES | {"vocab_size": len(tokenizer)})
-    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    model.generation_config = GenerationConfig(eos_token_id=[ends, *range(100, 140)], pad_token_id=0)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
     turns = [("human", "What is two?"), ("gpt", "It is four."), ("human", "And three?"), ("gpt", "Six.")]
     rows = [[*turns[: 2 * (i % 2)], ("human", f"What is {i % 23}?"), ("gpt", "It is four.")] for i in range(24)]
     lines = [json.dumps({"conversations": [{"from": who, "value": text} for who, text in row]}) + "\n" for row in rows]
     (folder / "chats.jsonl").write_text("".join(lines))
-    return folder / "model", folder / "chats.jsonl"
+    return make_chat_model(folder / "model", max_position_embeddings=320), folder / "chats.jsonl"
 
 
 @pytest.mark.slow

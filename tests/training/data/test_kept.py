@@ -1,7 +1,5 @@
 """Tokens are made in several processes, kept in the cache folder by what they depend on, and made once for a launch."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

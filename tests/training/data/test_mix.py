@@ -1,7 +1,5 @@
 """Mixes of several datasets: the share of each, its passes, resumption, packing, the feature cache and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a row says beside its text: nulls of tables, turns and tokens that are not to be learned, and fields that nothing reads."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

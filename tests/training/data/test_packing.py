@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
-from headstart.training.data.batches import Batch, BatchSampler, collate, pack, samples_hash
+from headstart.training.data.batches import BatchSampler, collate, pack, samples_hash
 from headstart.training.data.data import Sample
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
@@ -108,14 +106,6 @@ def test_packed_or_not_the_loss_and_its_gradients_are_the_same(family: str, kind
     assert len(results[0][1]) == len(results[1][1]) > 0 and results[0][0] > 0
     for mine, expected in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5 * max(expected.abs().max().item(), 1.0))
-
-
-def test_without_the_mask_documents_leak() -> None:
-    """Without the mask neighbours leak into each other, so the test above can fail."""
-    samples, on = make_samples(), backbone("llama")
-    batch = collate(samples, ROWS)
-    leaky = LiveFeatures(on, ()).read(Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, ((0,),) * len(ROWS)))
-    assert not torch.allclose(leaky.hidden_BTD, LiveFeatures(on, ()).read(batch).hidden_BTD, atol=1e-2)
 
 
 def test_a_packed_feed_reads_every_sample_once_an_epoch() -> None:

@@ -1,7 +1,5 @@
 """Rows of two columns, a prompt and its answer, by their usual names and by those of the recipe."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -82,10 +80,8 @@ def test_what_is_no_pair_is_as_before_and_errors_name_both_columns() -> None:
     with pytest.raises(UserError, match="data.columns.completion is not set"):
         find_column([{"ask": ASKED}], Data(train="x", columns={"prompt": "ask"}), "x")
     rows: list[dict[str, Any]] = [{"question": ASKED, "answer": SAID}] * 150
-    assert (
-        sound_rows([*rows, {"question": ASKED, "answer": None}], Data(train="x"), "x")[1].bad_row
-        == "x, row 151 has no answer; it has question, answer"
-    )
+    bad = sound_rows([*rows, {"question": ASKED, "answer": None}], Data(train="x"), "x")[1]
+    assert bad.bad_row == "x, row 151 has no answer; it has question, answer"
 
 
 def test_both_ways_to_name_columns_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

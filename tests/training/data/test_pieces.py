@@ -1,7 +1,5 @@
 """Texts are tokenised in pieces as they are whole."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``headstart regenerate`` in process: turn by turn, independent of batch and order, resumed to the same file, errors named."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -9,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, GEMMA, make_tokenizer
-from families import build
-from transformers import GenerationConfig
+from chat_run import make_chat_model
+from chat_templates import CHATML, GEMMA
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
@@ -23,7 +20,6 @@ from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.regenerate.items import Conversation, read_items
 from headstart.training.regenerate.partial import PartialFile
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 192}
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=24")
 QUESTIONS = ["What is two?", "And three?", "Hi there", "Is it four?", "Six or two?", "What is it?"]
 
@@ -31,14 +27,7 @@ QUESTIONS = ["What is two?", "And three?", "Hi there", "Is it four?", "Six or tw
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A backbone with a chat template whose answers end after about ten tokens, since one token in ten ends them."""
-    folder = tmp_path_factory.mktemp("talker")
-    tokenizer = make_tokenizer(CHATML)
-    model = build("Llama", SIZES | {"vocab_size": len(tokenizer)})
-    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    model.generation_config = GenerationConfig(eos_token_id=[ends, *range(100, 140)], pad_token_id=0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_chat_model(tmp_path_factory.mktemp("talker"), num_hidden_layers=3, max_position_embeddings=192)
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:
@@ -130,22 +119,6 @@ def test_rows_take_one_of_several_temperatures(ask: Any, tmp_path: Path) -> None
     assert 3 < sum(mixed[row] != greedy[row] for row in greedy) < sum(mostly[row] != greedy[row] for row in greedy), "by their number"
     assert ask([rows[i] for i in (5, 0)], "regenerate.max_new_tokens=120", out="order.jsonl") == 0  # the default
     assert [row["messages"] for row in rows_of(tmp_path / "order.jsonl")] == [mixed[5], mixed[0]], "whatever the order of the rows"
-
-
-def test_truncated_answers_are_dropped_and_counted(ask: Any, tmp_path: Path, capsys: Any) -> None:
-    rows = dialogues()
-    assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=120", out="long.jsonl") == 0
-    whole = {row["row"]: row["messages"] for row in rows_of(tmp_path / "long.jsonl")}
-    assert len(whole) == len(rows) and result(tmp_path)["truncated"] == 0
-    assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=7") == 0
-    short, report = {row["row"]: row["messages"] for row in rows_of(tmp_path / "new.jsonl")}, result(tmp_path)
-    assert 0 < len(short) < len(rows) and report["rows_dropped"] == len(rows) - len(short)
-    cut = 0
-    for row, messages in whole.items():
-        kept = short.get(row, [])
-        assert kept == messages[: len(kept)] and (not kept or kept[-1]["role"] == "assistant")
-        cut += len(kept) < len(messages)
-    assert report["truncated"] == cut and f"{cut} rows had an answer that did not end within" in capsys.readouterr().err
 
 
 def test_what_cannot_be_asked_is_dropped_counted_and_named(ask: Any, tmp_path: Path, capsys: Any) -> None:

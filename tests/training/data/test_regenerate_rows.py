@@ -1,56 +1,30 @@
 """``headstart regenerate`` in process: a row is written when it ends, progress is shown from the first step, unfinished answers."""
 
-from __future__ import annotations
-
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from server import said, serving
+from small_run import make_recipe
 from test_endpoint import ask as ask_server  # noqa: F401
 from test_regenerate import ask, dialogues, result, rows_of, talker  # noqa: F401
+from vllm_of_states import StatesServer, states_server
 
+from headstart.cli.main import main
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.decode import Decoder
 from headstart.inference.sources.proposer import MAX_PROPOSER_ROWS, ProposerSource
 from headstart.support import terminal
-from headstart.training.regenerate.partial import PartialFile
+from headstart.training.data.batches import collate
+from headstart.training.features.cached import CachedFeatures
+from headstart.training.recipe.recipe import load_recipe
+from headstart.training.setup import prepare
 
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=120")
-
-
-@pytest.fixture
-def grown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """After each forward pass, the number of passes so far and ``""``; after each row that is written, the number and its line."""
-    events: list[tuple[int, str]] = []
-    step, append = Decoder.step, PartialFile.append
-
-    def stepping(self: Decoder, *args: Any) -> Any:
-        events.append((len(events), ""))
-        return step(self, *args)
-
-    def appending(self: PartialFile, line: dict[str, Any]) -> None:
-        append(self, line)
-        events.append((len(events), self.path.read_text().splitlines()[-1]))  # as another process reads the file
-
-    monkeypatch.setattr(Decoder, "step", stepping)
-    monkeypatch.setattr(PartialFile, "append", appending)
-    return events
-
-
-@pytest.mark.parametrize("batch_size", [pytest.param(2, marks=pytest.mark.slow), 40])
-def test_a_row_is_in_the_file_when_it_has_ended(ask: Any, tmp_path: Path, grown: list[tuple[int, str]], batch_size: int) -> None:  # noqa: F811
-    """Between the first row and the last one the model goes on decoding, however many rows are decoded at once."""
-    rows = dialogues(30)
-    assert ask(rows, *SAMPLED, f"regenerate.batch_size={batch_size}") == 0
-    written = [i for i, line in grown if line]
-    passes = [i for i, line in grown if not line]
-    assert len(written) == 30 and {json.loads(line)["row"] for _, line in grown if line} == set(range(30))
-    after = [sum(1 for one in passes if one < row) for row in written]  # passes before each row
-    assert after[0] < len(passes) / 3 and len(set(after)) > 12
-    assert after[14] < 0.75 * len(passes), "half of the rows are there long before the last one"
-    assert sorted(row["row"] for row in rows_of(tmp_path / "new.jsonl")) == list(range(30))
 
 
 def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -88,14 +62,15 @@ def test_unfinished_answers_are_kept_if_asked_for(ask: Any, tmp_path: Path, caps
     rows, short = dialogues(), ("regenerate.temperature=1", "regenerate.max_new_tokens=7")
     assert ask(rows, *SAMPLED, out="long.jsonl") == ask(rows, *short, out="dropped.jsonl") == 0
     dropped = result(tmp_path)
+    assert f"{dropped['truncated']} rows had an answer that did not end within" in capsys.readouterr().err
     assert ask(rows, *short, "regenerate.unfinished=keep", out="kept.jsonl") == 0
     report = result(tmp_path)
     files = (rows_of(tmp_path / f"{name}.jsonl") for name in ("long", "dropped", "kept"))
     whole, less, kept = ({row["row"]: row["messages"] for row in rows} for rows in files)
+    assert 0 < len(less) == len(rows) - dropped["rows_dropped"] < len(rows)
     assert len(kept) == len(rows) == report["rows_written"] and report["truncated"] == dropped["truncated"] > 0
-    assert f"{report['truncated']} rows had an answer that did not end within regenerate.max_new_tokens, which is kept cut off" in (
-        capsys.readouterr().err
-    )
+    line = f"{report['truncated']} rows had an answer that did not end within regenerate.max_new_tokens, which is kept cut off"
+    assert line in capsys.readouterr().err
     cut = 0
     for row, messages in kept.items():
         before, last = messages[:-1], messages[-1]
@@ -138,3 +113,59 @@ def test_several_answers_to_each_row(ask: Any, tmp_path: Path) -> None:  # noqa:
     assert ask([*rows, *rows], "regenerate.temperature=1", "regenerate.max_new_tokens=24", out="again.jsonl") == 0
     assert several == rows_of(tmp_path / "again.jsonl") and [row["row"] for row in several] == list(range(6))
     assert any(one["messages"] != other["messages"] for one, other in zip(several[:3], several[3:], strict=True))
+
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+NAME = "backbone-layers-1-3-5-6"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[StatesServer]:
+    make_recipe(tmp_path, 6, drafter={"kind": "eagle3", "depth": 2, "taps": [1, 3, 5]}, data={"max_length": 40})
+    backbone = load_backbone(str(tmp_path / "backbone"), dtype="fp32", device="cpu")
+    with states_server(backbone, tmp_path / "states", (1, 3, 5, 6), NAME) as server:
+        yield server
+
+
+def command(server: StatesServer, folder: Path, *more: str) -> list[str]:
+    endpoint = [f"features.endpoint={server.url}", f"features.folder={server.folder}", "features.patience=5"]
+    sampling = ["regenerate.max_new_tokens=8", "regenerate.unfinished=keep", "regenerate.temperature=0"]
+    answers = [f"regenerate.out={folder}/answers.jsonl", *sampling]
+    return [str(folder / "recipe.yaml"), *endpoint, *answers, "regenerate.prompt_tokens=6", f"cache.dir={folder}/cache", *more]
+
+
+def test_the_cache_has_the_backbones_own_features(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
+    assert main(["regenerate", *command(served, tmp_path, "cache.dtype=exact"), "--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["rows_written"] == 40 and report["cache"]["shards_missing"] == 0
+    assert f"next      train with data.train={tmp_path}/answers.jsonl cache.dir={tmp_path}/cache" in capsys.readouterr().err
+    generated = [body for body in served.asked if body["kv_transfer_params"]["include_output_tokens"]]
+    assert len(generated) == 40 and len(served.asked) - len(generated) == 1, "but for those that start values come from, none is read twice"
+    assert list(served.folder.iterdir()) == [] and not (tmp_path / "cache" / "answers").exists()
+    options = [f"data.train={tmp_path}/answers.jsonl", f"cache.dir={tmp_path}/cache", "cache.dtype=exact", f"save.dir={tmp_path}/out"]
+    run = prepare(load_recipe(tmp_path / "recipe.yaml", options))
+    run.log.close()
+    assert isinstance(run.source, CachedFeatures) and len(run.feed.samples) == 36
+    whole = served.backbone
+    for i in range(0, 36, 5):
+        batch = collate(run.feed.samples, [[i]])
+        kept, read = run.source.read(batch), whole.read(batch.tokens_BT, taps=(1, 3, 5))
+        assert kept.taps is not None and read.taps is not None
+        for tap in (1, 3, 5):  # the last token was generated, and never an input
+            torch.testing.assert_close(kept.taps[tap][:, :-1], read.taps[tap][:, :-1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kept.hidden_BTD[:, :-1], read.hidden_BTD[:, :-1], rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_that_are_no_samples_end_it(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
+    served.choose = lambda log_probs: int(log_probs.argmin())
+    assert main(["regenerate", *command(served, tmp_path, "regenerate.max_new_tokens=16")]) == 2
+    assert "so improbable as samples are once in 1,000: it samples wrongly while it extracts" in capsys.readouterr().err
+
+
+def test_wrong_states_end_it_and_it_goes_on(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
+    served.change = lambda hidden, tokens: (hidden * 0 if len(served.asked) == 15 else hidden, tokens)
+    assert main(["regenerate", *command(served, tmp_path, "regenerate.concurrency=1")]) == 2
+    assert "zeros in layers 1, 3, 5, 6" in capsys.readouterr().err and not (tmp_path / "cache" / "manifest.json").exists()
+    served.change = lambda hidden, tokens: (hidden, tokens)
+    assert main(["regenerate", *command(served, tmp_path)]) == 0
+    assert (tmp_path / "cache" / "manifest.json").exists() and len(served.asked) <= 15 + 1 + 26 + 1

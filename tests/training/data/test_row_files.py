@@ -1,9 +1,8 @@
 """Files that people have: compressed lines, tables, JSON lines in .json, patterns, folders of `Dataset.save_to_disk`."""
 
-from __future__ import annotations
-
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,15 @@ def test_conversations_in_tables_are_json_text_and_empty_cells_are_null(tmp_path
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("rows.jsonl", b'{"text": "a"}\n{"text": \n', "rows.jsonl, line 2: not valid JSON"),
+        ("rows.jsonl", b'{"text": "a"}\n\n["a"]\n', "rows.jsonl, line 3: a row is a mapping from column to value; got list"),
+        ("rows.jsonl", b"\n", "rows.jsonl holds no rows"),
+        ("rows.jsonl", b'{"text": "\xff"}\n', "rows.jsonl, line 1 is not UTF-8 text"),
+        ("rows.json", b"[1]", "rows.json: a .json file of data is one list of rows"),
+        ("rows.jsonl.gz", b"plain", "rows.jsonl.gz, line 1: not valid JSON"),
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "rows.jsonl.gz cannot be read: Compressed file ended"),
+        ("rows.parquet", b"PAR1", "rows.parquet cannot be read"),
+        ("rows.txt", b"a", "rows.txt is not a kind of file that can be read; its name should end in .jsonl, .ndjson, .json"),
         ("rows.jsonl.zst", zst(LINES)[:-9], "rows.jsonl.zst cannot be read: Truncated compressed stream; check the file"),
         ("rows.jsonl.zst", zst(LINES)[:4] + b"\xff" * 40, "rows.jsonl.zst cannot be read: ZSTD decompress failed"),
         ("rows.csv", gzip.compress(b"a\n1\n", mtime=0)[:-9], "rows.csv cannot be read: Compressed file ended"),
@@ -102,8 +110,9 @@ def test_a_pattern_reads_all_files_in_the_order_of_their_names(tmp_path: Path) -
     assert read_rows(f"{tmp_path}/**/*.json*") == [*ROWS[2:], ROWS[1]]
     assert read_rows(f"{tmp_path}/[ab].*", limit=2) == [ROWS[0], ROWS[2]]
     assert read_rows(written(tmp_path / "odd[1].jsonl", LINES)) == ROWS  # a file of this very name
-    with pytest.raises(UserError, match=r"data .*/z\*.jsonl: no file matches this pattern"):
-        read_rows(f"{tmp_path}/z*.jsonl")
+    for name, message in (("z*.jsonl", "no file matches this pattern"), ("z.jsonl", "there is no such file")):
+        with pytest.raises(UserError, match=f"data .*/{re.escape(name)}: {message}"):
+            read_rows(f"{tmp_path}/{name}")
     written(tmp_path / "notes.md", b"x")
     with pytest.raises(UserError, match=r"notes.md is not a kind of file that can be read; its name should end in .jsonl, .ndjson"):
         read_rows(f"{tmp_path}/n*")

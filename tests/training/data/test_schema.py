@@ -1,60 +1,29 @@
-"""The JSON schema of recipes and the tables of docs/recipe.md match the models."""
-
-from __future__ import annotations
+"""The JSON schema of recipes and the tables of docs/recipe.md match the models; recipes that extend others are merged as they say."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
+from small_run import make_recipe
+from test_recipe import LEAST
 
 from headstart.cli.main import main
 from headstart.heads.methods import methods
 from headstart.support.config import dotted_keys
 from headstart.support.errors import UserError
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.recipe.schema import recipe_schema, with_tables
-from headstart.training.recipe.yaml_text import read_yaml
+from headstart.training.recipe.yaml_text import read_extended, read_yaml
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in ("accelerate", "shared"))
 RENEW = "run: headstart schema --out recipes/schema.json --tables docs/recipe.md"
 
 
-def faults(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = "") -> list[str]:
-    """Violations in ``value`` of the schema keywords that we use."""
-    if "$ref" in schema:
-        return faults(value, root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root, at)
-    for choice in ("anyOf", "oneOf"):
-        fitting = [option for option in schema.get(choice, []) if not faults(value, option, root, at)]
-        if choice in schema and (not fitting or (choice == "oneOf" and len(fitting) > 1)):
-            return [f"{at}: {len(fitting)} of {choice} fit {value!r}"]
-    if "const" in schema and value != schema["const"] or "enum" in schema and value not in schema["enum"]:
-        return [f"{at}: {value!r} is not allowed"]
-    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
-    if "type" in schema and not isinstance(value, kinds[schema["type"]]):
-        return [f"{at}: {value!r} is no {schema['type']}"]
-    if "pattern" in schema and not re.search(schema["pattern"], value):
-        return [f"{at}: {value!r} does not match {schema['pattern']}"]
-    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum", schema.get("exclusiveMaximum"))
-    if (low is not None and value < low) or (high is not None and value > high):
-        return [f"{at}: {value!r} is out of range"]
-    problems: list[str] = []
-    if isinstance(value, dict):
-        problems += [f"{at}: {key} is missing" for key in schema.get("required", []) if key not in value]
-        for key, item in value.items():
-            inner = schema.get("properties", {}).get(key, schema.get("additionalProperties", {}))
-            inner = {} if inner is True else inner
-            problems += [f"{at}.{key} is unknown"] if inner is False else faults(item, inner, root, f"{at}.{key}")
-    if isinstance(value, list) and isinstance(schema.get("items"), dict):
-        problems += [fault for i, item in enumerate(value) for fault in faults(item, schema["items"], root, f"{at}[{i}]")]
-    return problems
-
-
-@pytest.fixture(scope="module")
-def schema() -> dict[str, Any]:
-    return recipe_schema()
+def faults(value: Any) -> list[Any]:
+    return list(Draft202012Validator(recipe_schema()).iter_errors(value))
 
 
 def stated(schema: str) -> Any:
@@ -70,9 +39,9 @@ def test_the_committed_schema_and_tables_are_current() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_every_shipped_recipe_names_the_schema_and_fits_it(path: Path, schema: dict[str, Any]) -> None:
+def test_every_shipped_recipe_names_the_schema_and_fits_it(path: Path) -> None:
     assert path.read_text().startswith("# yaml-language-server: $schema=../schema.json\n")
-    assert faults(read_yaml(path), schema, schema) == []
+    assert faults(read_yaml(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -86,19 +55,16 @@ def test_every_shipped_recipe_names_the_schema_and_fits_it(path: Path, schema: d
     ],
 )  # fmt: skip
 def test_the_schema_finds_mistakes(section: str, value: Any) -> None:
-    schema = recipe_schema()
-    recipe = read_yaml(SHIPPED[0])
-    assert faults({**recipe, section: value}, schema, schema) != []
+    assert faults({**read_yaml(SHIPPED[0]), section: value}) != []
 
 
 def test_the_schema_knows_every_drafter_and_allows_others() -> None:
-    schema = recipe_schema()
-    assert {f"drafter-{kind}" for kind in methods()} <= set(schema["$defs"]) and {"eagle3", "medusa"} <= set(methods())
+    assert {f"drafter-{kind}" for kind in methods()} <= set(recipe_schema()["$defs"]) and {"eagle3", "medusa"} <= set(methods())
     recipe = {key: value for key, value in read_yaml(SHIPPED[0]).items() if key != "drafter"}
     mine = {"kind": "my.drafter", "anything": 3}
     several = [{"kind": "eagle3", "depth": 3}, {"kind": "medusa", "name": "two", "objective": {"terms": {"ce": 1}}}]
-    assert faults({**recipe, "drafter": mine}, schema, schema) == faults({**recipe, "heads": several}, schema, schema) == []
-    assert faults(recipe, schema, schema) != []
+    assert faults({**recipe, "drafter": mine}) == faults({**recipe, "heads": several}) == []
+    assert faults(recipe) != []
 
 
 def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,3 +76,75 @@ def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.Capture
     assert "old" not in page.read_text() and "| `log.every` | a whole number of at least 1 | `10` |" in page.read_text()
     with pytest.raises(UserError, match="no table 'lgo'"):
         with_tables("<!-- table: lgo -->\n<!-- end of table -->")
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_sections_are_merged_key_by_key_and_the_recipe_comes_last(tmp_path: Path) -> None:
+    write(tmp_path / "shared/loss.yaml", "objective: {terms: {kl: 1, ce: 0.5}, chunk_size: 64}\ntrain: {lr: 1e-3, batch_size: 4}\n")
+    write(tmp_path / "shared/more.yaml", "extends: loss.yaml\ntrain: {lr: 2e-3}\nseed: 5\n")
+    path = write(tmp_path / "own/recipe.yaml", "extends: [../shared/more.yaml]\ntrain: {lr: 3e-3}\nobjective: {terms: {ce: 0}}\n" + LEAST)
+    recipe = load_recipe(path)
+    assert (recipe.train.lr, recipe.train.batch_size, recipe.seed) == (3e-3, 4, 5)
+    assert recipe.objective.terms == {"kl": 1.0, "ce": 0.0} and recipe.objective.chunk_size == 64
+    assert load_recipe(path, ["train.batch_size=9"]).train.batch_size == 9
+    assert [file.name for file in read_extended(path)[1]] == ["loss.yaml", "more.yaml"]
+
+
+def test_later_files_replace_keys_of_earlier_ones_and_null_empties_a_section(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "train: {lr: 1e-3, batch_size: 4}\nseed: 1\n")
+    write(tmp_path / "b.yaml", "train: {lr: 2e-3}\n")
+    recipe = load_recipe(write(tmp_path / "recipe.yaml", "extends: [a.yaml, b.yaml]\n" + LEAST))
+    assert (recipe.train.lr, recipe.train.batch_size, recipe.seed) == (2e-3, 4, 1)
+    assert load_recipe(write(tmp_path / "null.yaml", "extends: a.yaml\ntrain:\n" + LEAST)).train.lr == "auto"
+    emptied = load_recipe(write(tmp_path / "emptied.yaml", "extends: b.yaml\ntrain: null\n" + LEAST))
+    assert emptied.train.lr == load_recipe(write(tmp_path / "least.yaml", LEAST)).train.lr
+
+
+def test_several_drafters_are_extended_by_name(tmp_path: Path) -> None:
+    several = LEAST.replace("drafter: {kind: medusa, depth: 4}", "heads: [{kind: medusa, depth: 4}, {name: deep, kind: medusa, depth: 6}]")
+    write(tmp_path / "several.yaml", several)
+    recipe = load_recipe(write(tmp_path / "recipe.yaml", "extends: several.yaml\nheads: {deep: {depth: 7}}\n"))
+    assert {name: head["depth"] for name, head in recipe.heads.items()} == {"medusa": 4, "deep": 7}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: nowhere.yaml\n", "recipe.yaml: extends: no file 'nowhere.yaml'; its path is relative to"),
+        ("extends: recipe.yaml\n", "extends: 'recipe.yaml' leads back to a file that extends it"),
+        ("extends: other.yaml\n", "extends: 'recipe.yaml' leads back to a file that extends it"),
+        ("extends: 3\n", "extends is the path of a recipe, or a list of paths; got 3"),
+        ("extends: [a.yaml, 3]\n", "extends is the path of a recipe, or a list of paths; got ['a.yaml', 3]"),
+        ("extends: ''\n", "extends is the path of a recipe, or a list of paths; got ''"),
+        ("extends: list.yaml\n", "list.yaml: a recipe is a mapping of keys to values; got [1]"),
+        ("extends: broken.yaml\n", "broken.yaml, line 1: not valid YAML"),
+        ("extends: unknown.yaml\n", "unknown key train.lrr; did you mean train.lr?"),
+        ("extends: sub\n", "extends: no file 'sub'"),
+    ],
+)
+def test_what_cannot_be_extended_is_named(tmp_path: Path, text: str, message: str) -> None:
+    for name, content in {
+        "other.yaml": "extends: recipe.yaml\n", "list.yaml": "[1]", "broken.yaml": "train: {lr: 1", "unknown.yaml": "train: {lrr: 1}",
+        "sub/x.yaml": "",
+    }.items():  # fmt: skip
+        write(tmp_path / name, content)
+    with pytest.raises(UserError) as caught:
+        load_recipe(write(tmp_path / "recipe.yaml", text + LEAST))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_whole_recipe_is_saved_and_the_extended_files_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = make_recipe(tmp_path)
+    part = write(tmp_path / "part.yaml", "extends: recipe.yaml\ntrain: {steps: 2}\n")
+    assert main(["inspect", str(part), "--json", str(tmp_path / "inspect.json")]) == 0
+    assert "recipe.yaml" in capsys.readouterr().out
+    assert json.loads((tmp_path / "inspect.json").read_text())["extends"] == [str(whole)]
+    assert main(["train", str(part)]) == 0
+    saved = json.loads((tmp_path / "out" / "headstart.json").read_text())["provenance"]["recipe"]
+    assert saved["train"]["steps"] == 2 and saved["backbone"]["path"] == str(tmp_path / "backbone") and "extends" not in saved

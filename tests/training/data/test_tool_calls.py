@@ -1,7 +1,5 @@
 """Tool calls, nulls and generation blocks: text and labels are of one rendering, and calls are trained on as the model writes them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is trained on is the prompt of decoding and then the tokens that the model writes: templates that make this hard."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -194,11 +192,3 @@ def test_templates_without_a_generation_prompt_and_with_a_bos_of_their_own() -> 
     assert chat.prompt(ASKED).count(chat.tokenizer.bos_token_id) == 1
     instructs = "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
     expect(maker(instructs, "[INST] [/INST]", "</s>"), AGAIN, "Four.</s>", "Five.</s>")
-
-
-def test_an_opening_answers_nothing_and_what_follows_the_last_answer_is_left_out() -> None:
-    opening = [{"role": "assistant", "content": "Hello"}, *FOUR, {"role": "user", "content": "Thanks"}]
-    chat = maker(BY_ROLE + ASK, ROLES, "<|end|>")
-    expect(chat, opening, "Four.<|end|>")
-    assert "Thanks" not in chat.tokenizer.decode(chat.samples(opening)[0][0])
-    assert chat.samples(ASKED) == [] and chat.samples([]) == []
