@@ -1,7 +1,7 @@
 """Products of linear layers by oneDNN, which torch contains.
 
 A row has the same bits among any number of rows from two to the 64 of a tree, with weights as they lie in memory and with packed ones
-(trace.py of headstart-cpu). `F.linear` in bf16 calls the same kernels. In fp32 it calls MKL, whose sums depend on the number of rows: hence the mode.
+(headstart-cpu). `F.linear` in bf16 calls the same kernels. In fp32 it calls MKL, whose sums depend on the number of rows: hence the mode.
 On CPUs with AMX, oneDNN adds up a single row of fewer than 64 inputs in another order, and more than 32 rows of more than about 600 inputs
 (a batch of trees): one number in 10,000 then differs in its last bit. For such rows the order depends on the packing too.
 
