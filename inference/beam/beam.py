@@ -16,8 +16,7 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.beam.drafts import HOST_PART, Breadth, Drafting, Row
-from headstart.inference.beam.search import Search, Sequences
-from headstart.inference.beam.trie import read_tries
+from headstart.inference.beam.search import Search, Sequences, read_tries
 from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.processing import History
 from headstart.inference.engine.reader import Reader

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.beam.search import Search
-from headstart.inference.beam.trie import BeamTrie
+from headstart.inference.beam.search import BeamTrie, Search
 from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.tree import BEAM_WIDTH, TreeShape, padded_size
 from headstart.inference.latency import Costs
