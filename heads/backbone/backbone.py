@@ -23,8 +23,7 @@ from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
 from headstart.heads.backbone.images import Images, placeholders
 from headstart.heads.backbone.model_config import cache_argument, say_untested
-from headstart.heads.backbone.probes import additive_mask
-from headstart.heads.backbone.tree_attention import EXACT_FROM, repeated_tokens, tree_attention
+from headstart.heads.backbone.tree_attention import EXACT_FROM, additive_mask, repeated_tokens, tree_attention
 from headstart.support.errors import UserError, waiting
 from headstart.support.hub import EMBEDDED, resolve
 

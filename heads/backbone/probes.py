@@ -112,26 +112,14 @@ def mask_refusal(
     ``alike`` beside others anyhow. Both are read with a mask: without one attention may take another kernel, whose rounding in 16 bits
     grows over the layers to 5 % and more. ``read`` is `Backbone.read`.
     """
-    N, device = tokens_1N.shape[1], tokens_1N.device
-    seen = torch.ones(N, N, dtype=torch.bool, device=device).tril()
-    seen[-1, 2:-1] = False
-    place = torch.arange(N, device=device)[None].clone()
-    place[0, -1] = 2
-    kept, before = DynamicCache(config=model.config.get_text_config()), tokens_1N[:, [0, 1, N - 1]]
-    alone = masked = read(before, kept).hidden_BTD[:, -1]
+    kept, before = DynamicCache(config=model.config.get_text_config()), tokens_1N[:, [0, 1, -1]]
+    alone = read(before, kept).hidden_BTD[:, -1]
     if kept.get_seq_length() != 3:
         return (
             f"{type(model).__name__} leaves the KV cache empty, which transformers {transformers.__version__} calls {CACHE!r}: "
             "name that argument so in the forward functions of your own"
         )
-    found: list[Tensor] = []
-    along = nullcontext() if recurrent is None else recurrent.along(Branch(None, seen[None], place))
-    with suppress(TypeError, ValueError, RuntimeError, AssertionError):
-        with along:
-            mask = dict.fromkeys(windows, seen[None])
-            found = [read(tokens_1N, None, at, mask).hidden_BTD[:, -1] for at in (place, place // 2)]
-        if recurrent is None:
-            masked = read(before, None, place[:, :3], dict.fromkeys(windows, seen[None, :3, :3])).hidden_BTD[:, -1]
+    found, masked = _under_masks(read, tokens_1N, windows, recurrent, alone)
     ignored = found and off(found[0], found[1]) == 0  # of positions that are, little may depend on their order
     most = 1e-3 if ignored and alone.dtype == torch.float32 else 0.05
 
@@ -140,16 +128,34 @@ def mask_refusal(
 
     if not alike or follows(most):
         return None
-    after = tokens_1N[:, 2 : N - 1]
+    after = tokens_1N[:, 2:-1]
     within, beside = (read(torch.cat([before, rest], 1)).hidden_BTD[:, 2] for rest in (after, before[:, :1].expand_as(after)))
     if off(within, beside) > 0.005:  # in passes of one width, which round alike
         return reads_ahead(model)
     return None if follows(3 * off(within, alone)) else follows_no_mask(model)
 
 
+def _under_masks(
+    read: Callable[..., Features], tokens_1N: Tensor, windows: dict[str, int | None], recurrent: Recurrent | None, alone: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Return the last token's states as the second one's child, at its place and at another one, and without the tokens between them."""
+    N, device, found = tokens_1N.shape[1], tokens_1N.device, list[Tensor]()
+    seen = torch.ones(N, N, dtype=torch.bool, device=device).tril()
+    seen[-1, 2:-1] = False
+    place = torch.tensor([[*range(N - 1), 2]], device=device)
+    along = nullcontext() if recurrent is None else recurrent.along(Branch(None, seen[None], place))
+    with suppress(TypeError, ValueError, RuntimeError, AssertionError):
+        with along:
+            found = [read(tokens_1N, None, at, dict.fromkeys(windows, seen[None])).hidden_BTD[:, -1] for at in (place, place // 2)]
+        if recurrent is None:
+            mask = dict.fromkeys(windows, seen[None, :3, :3])
+            return found, read(tokens_1N[:, [0, 1, -1]], None, place[:, :3], mask).hidden_BTD[:, -1]
+    return found, alone
+
+
 def off(states_1D: Tensor, others_1D: Tensor) -> float:
-    """Return the largest difference, as a share of the largest of the latter states."""
-    return float((states_1D - others_1D).abs().max().item() / others_1D.abs().max().item())
+    """Return the largest difference, as a share of the largest of the latter states; 0 of fake tensors, which have no values."""
+    return float((states_1D - others_1D).abs().max().item() / max(others_1D.abs().max().item(), 1e-30))
 
 
 TRAINABLE = "train and export only, engines decode with the heads"
@@ -292,9 +298,3 @@ def reads_ahead(model: PreTrainedModel) -> str:
     """Return what is wrong with a model whose hidden states depend on tokens after them in a pass."""
     fault = f"{type(model).__name__} computes other hidden states where more tokens follow in a pass, so trees change its tokens"
     return f"{fault}; heads need a model that attends to earlier ones only, and no quantization with one dynamic scale for a pass"
-
-
-def additive_mask(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a mask of allowed positions, ``[B, T, S]``, into what is added to the scores, ``[B, 1, T, S]``."""
-    mask_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
-    return mask_BTS.masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]

@@ -247,3 +247,9 @@ def _repeated(own: Callable[..., Tensor] | None, experts: Any, hidden: Tensor, *
     repeat = partial(torch.repeat_interleave, repeats=times, dim=0)
     found: Tensor = run(experts, repeat(hidden), *map(repeat, rest), **{name: repeat(one) for name, one in named.items()})
     return found[::times]
+
+
+def additive_mask(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a mask of allowed positions, ``[B, T, S]``, into what is added to the scores, ``[B, 1, T, S]``."""
+    mask_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
+    return mask_BTS.masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]

@@ -1,8 +1,8 @@
 """Beam search of some rows: the steps of transformers' ``_beam_search``, by its own methods; and the beams of a row as one trie.
 
-A trie is the tokens that all beams share, followed by the tokens and drafts of each beam as nodes. A row's KV cache holds the shared tokens,
-each in the slot of its position, followed by the nodes in the order of their numbers. After every pass, nodes that are neither ancestors nor
-descendants of a beam's last token are dropped. Levels count from the end of the shared tokens.
+A trie is the tokens that all beams share, followed by the tokens and drafts of each beam as nodes. A row's KV cache holds the shared
+tokens, each in the slot of its position, followed by the nodes in the order of their numbers. After every pass, nodes that are neither
+ancestors nor descendants of a beam's last token are dropped. Levels count from the end of the shared tokens.
 
 Shape suffixes: B rows, K beams, C candidates, T positions, P positions after the prompt or nodes of a path, N nodes verified in this pass,
 M all nodes of the trie, R paths, V vocabulary, X several dimensions as one, Y what is known after a token: the processed log-probabilities

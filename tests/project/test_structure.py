@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 225, "lines": 37_110, "lines of code": 26_265}
+LIMITS = {"files": 225, "lines": 37_109, "lines of code": 26_269}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_672, "lines of code": 1_957}
-TEST_LIMITS = {"lines": 35_600, "setattr": 71, "setattr of a private name": 0}
-"""Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small files were
-joined to the stories that used them, and 38,377 lines of tests.
+TEST_LIMITS = {"lines": 35_616, "setattr": 71, "setattr of a private name": 0}
+"""Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small
+files were joined to the stories that used them, and 38,377 lines of tests.
 Of 1,500 lines for every model, chains (`Backbone.no_trees`) took 258, 36,575 in 253 before them; the sweep over every class of transformers
 took 17 and 431 of tests, this year's families 11 and 21. Of 300 for heads that pay, what `plan` says of them took 108,
 kernels for AVX2 32 of the plugin and faster training on CPUs the other 160, with 119 more of what went elsewhere;

@@ -189,3 +189,11 @@ def test_a_tracker_that_is_missing_is_said_before_anything_is_loaded(
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main([str(recipe), "log.wandb=online", "backbone.path=/nowhere"]) == 2
     assert "pip install wandb" in capsys.readouterr().err
+
+
+def test_a_depth_trained_at_no_position_has_no_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafter = {"kind": "eagle3", "depth": 2, "deeper_share": 1e-6}
+    assert main([str(make_recipe(tmp_path, drafter=drafter, train={"steps": 1, "batch_size": 1}))]) == 0
+    line = next(line for line in read_log(tmp_path / "out") if "loss" in line)
+    assert line["accuracy"][0] is not None and line["accuracy"][1] is line["alpha"][1] is None
+    assert re.search(r"step 1/1 .* accuracy \d+% -, ", capsys.readouterr().err)

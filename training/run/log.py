@@ -144,11 +144,12 @@ class Meter:
         self.count_K, self.correct_K, self.alpha_K = ([a + b for a, b in zip(*rows, strict=True)] for rows in both)
 
     def record(self) -> dict[str, Any]:
-        """Return means, with accuracy and expected acceptance rate (alpha) per depth; loss and norm are None if all steps were skipped."""
+        """Return means, with accuracy and expected acceptance rate (alpha) per depth, None where it was trained at no position; loss and
+        norm are None if all steps were skipped."""
         return {
             "loss": self.loss / self.steps if self.steps else None,
-            "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
-            "alpha": [round(x / max(n, 1.0), 5) for x, n in zip(self.alpha_K, self.count_K, strict=True)],
+            "accuracy": [round(x / n, 5) if n else None for x, n in zip(self.correct_K, self.count_K, strict=True)],
+            "alpha": [round(x / n, 5) if n else None for x, n in zip(self.alpha_K, self.count_K, strict=True)],
             "grad_norm": self.grad_norm / self.steps if self.steps else None,
             "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
             **{name: value / self.joint for name, value in (("lm_loss", self.lm_loss), ("lm_kl", self.lm_kl)) if value},
@@ -279,7 +280,7 @@ def _summary(record: dict[str, Any]) -> str:
         accepted = " ".join(f"{x:.0%}" for x in record["teacher_forced_acceptance_per_depth"])
         tau = f"tau {record['teacher_forced_tau']:.3f} as a teacher-forced chain on held-out features"
         return f"{tau} (not decoded), accepted per depth {accepted}"
-    accuracy = " ".join(f"{x:.0%}" for x in record["accuracy"])
+    accuracy = " ".join("-" if x is None else f"{x:.0%}" for x in record["accuracy"])
     loss = "no loss" if record["loss"] is None else f"loss {record['loss']:.4f}"
     skipped = f", {record['skipped']} steps skipped (not finite)" if "skipped" in record else ""
     backbone = "".join(f", {key} {record[key]:.4f}" for key in ("lm_loss", "lm_kl") if key in record)
