@@ -30,7 +30,6 @@ from matrix import mark_slow_cells  # noqa: E402
 from recorded import graphs  # noqa: E402, F401  (a fixture)
 
 from headstart.inference.capture import capture  # noqa: E402
-from headstart.support import terminal  # noqa: E402
 from headstart.training.features import server  # noqa: E402
 from headstart.training.regenerate import endpoint  # noqa: E402
 
@@ -39,7 +38,6 @@ torch.set_num_threads(1)
 capture.PATIENCE = 1 << 40  # a trace costs as much as 30 passes: tests of traces ask for them by name, or for the fixture `tracing`
 server.FIRST_WAIT = endpoint.FIRST_WAIT = 0.01  # seconds before a request is sent again
 server.GRACE = 0.05
-terminal.WAITING_SECONDS = 1e6  # on a busy machine, commands would say that they still wait
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

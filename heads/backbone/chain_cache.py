@@ -25,8 +25,6 @@ MOST_PENDING = 8
 """Pending tokens beyond which they are read in a pass of their own."""
 SHORT = 4
 """Tokens of a pass whose results `chain_fault` compares with those of passes of one."""
-ROUNDING = 32
-"""Units in the last place of the largest number by which the layers of a model may amplify rounding."""
 
 
 def copied(cache: DynamicCache) -> DynamicCache:
@@ -91,10 +89,10 @@ def chain_fault(model: PreTrainedModel, read: Callable[..., Any], tokens_1N: Ten
     except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, IndexError) as error:
         return f"nor does it go on from a copied cache ({cause(error)})"
     size, eps = one.abs().max().item(), torch.finfo(one.dtype).eps
-    if not (own - given).abs().max().item() <= max(1e-3, ROUNDING * eps) * size:
+    if not (own - given).abs().max().item() <= max(1e-3, 8 * eps) * size:
         return "and positions that count from 0 are not those that it takes where none are given"
     rounding, stale, apart = ((many - other).abs().max().item() for other in (two, again, one))
-    if not max(rounding, stale) <= max(1e-3, ROUNDING * eps) * size:
+    if not max(rounding, stale) <= max(1e-3, 8 * eps) * size:
         return "and a pass of several tokens does not go on from the state before it"
     passes = apart <= max(4 * rounding, max(1e-4, 4 * eps) * size)
     return None if passes else "and a pass of one token computes otherwise than a pass of several"
