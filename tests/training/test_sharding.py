@@ -156,7 +156,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert main([str(recipe), "train.steps=1"]) == 0  # one process has nothing to shard
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="they have an accelerator")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the processes train together, and nothing is refused")
 @pytest.mark.skipif(Version(accelerate.__version__) < Version("1.13"), reason="accelerate before 1.13 trains these together")
 def test_training_each_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
