@@ -205,6 +205,10 @@ class Drafter(nn.Module, ABC):
         ``parent_tokens [...]`` are the input tokens of these hidden states, for heads whose logits depend on them.
         """
 
+    def draft_logits(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        """Return what drafts are chosen by: the logits of `readout`, or some of them approximate."""
+        return self.readout(hidden, depth, parent_tokens)
+
     def use_vocabulary(self, tokens: Tensor) -> None:
         """Restrict a new drafter to these backbone tokens (int64 ``[DV]``); called before training with a draft vocabulary."""
         raise UserError(f"{type(self).__name__} drafts the backbone's whole vocabulary; leave the draft vocabulary out")
@@ -262,6 +266,9 @@ class Drafter(nn.Module, ABC):
     def engine_files(self) -> dict[str, bytes]:
         """Return the contents of further files that serving engines expect, by name."""
         return {}
+
+    def load_files(self, folder: Path) -> None:  # noqa: B027  (most have none)
+        """Load what `engine_files` has written besides, if it is there; called after `load_tensors`. Raises UserError if it is damaged."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights under the names that serving engines expect."""

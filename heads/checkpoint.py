@@ -155,6 +155,7 @@ def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbo
     drafter = construct_drafter(card["kind"], backbone, card["arguments"])
     try:
         drafter.load_tensors(load_file(file))
+        drafter.load_files(folder)
     except (SafetensorError, RuntimeError) as error:
         raise UserError(f"{file} does not hold the tensors of {card['kind']}: {' '.join(str(error).split())[:300]}") from None
     require_weights(drafter, str(file))

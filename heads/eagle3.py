@@ -163,8 +163,11 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
     def next_state(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) if self.config.norm_output else hidden
 
-    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+    def readouts(self) -> list[nn.Linear]:
+        return [self.lm_head]
+
+    def output_state(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
 
     def engine_config(self) -> dict[str, Any]:
         """Return a configuration for all engines that load EAGLE-3, with taps counted in both conventions in use."""

@@ -148,9 +148,8 @@ class Hydra(OwnReadoutDrafter):
             states.append(self.checkpointed(_Joined(mlp))(hidden_BTD[:, :Tk], *(embedded_BTD[:, i : i + Tk] for i in range(1, k + 2))))
         return states
 
-    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.lm_heads[depth](hidden)
-        return logits
+    def readouts(self) -> list[nn.Linear]:
+        return self.output_layers()
 
     # Decoding.
 

@@ -84,8 +84,8 @@ class Medusa(OwnReadoutDrafter):
         hidden = features.hidden_BTD.to(self._heads[0][-1].weight.dtype)
         return [head[:-1](hidden[:, : max(T - 2 - k, 0)]) for k, head in enumerate(self._heads)]
 
-    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        return self._heads[depth][-1](hidden)
+    def readouts(self) -> list[nn.Linear]:
+        return self.output_layers()
 
     def begin(self, features: Features, state: Tensor | None = None) -> Tensor:
         """Return the hidden state ``[B, 1, D]`` of each row's last position."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, of_parents
 from headstart.heads.kv.rows import RowState, drafted
-from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
+from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter, at_depth
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError
 
@@ -118,7 +118,7 @@ class MLPSpeculator(OwnReadoutDrafter):
 
     def _next(self, before: Tensor, tokens: Tensor, depth: int) -> Tensor:
         """The states ``[..., I]`` after the parent tokens of that depth."""
-        emb, proj, ln = (of_depth(modules, depth) for modules in (self.emb, self.proj, self.ln))
+        emb, proj, ln = (at_depth(modules, depth) for modules in (self.emb, self.proj, self.ln))
         return F.gelu(ln(self.state_weight * proj(before) + self.emb_weight * emb(tokens)))
 
     def forward_dense(self, features: Features) -> list[Tensor]:
@@ -130,9 +130,8 @@ class MLPSpeculator(OwnReadoutDrafter):
             states.append(state)
         return states
 
-    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        logits: Tensor = of_depth(self.head, depth)(hidden)
-        return logits
+    def readouts(self) -> list[nn.Linear]:
+        return [head for head in self.head if isinstance(head, nn.Linear)]
 
     def begin(self, features: Features, state: State | None = None) -> State:
         return State(features.newer(self._scaled(features.last_B1D), None if state is None else state.last_B1D))
@@ -165,8 +164,3 @@ class MLPSpeculator(OwnReadoutDrafter):
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         super().load_tensors({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
-
-
-def of_depth(modules: nn.ModuleList, depth: int) -> nn.Module:
-    """Return the module of that depth; a tied one stands for all later depths too."""
-    return modules[min(depth, len(modules) - 1)]

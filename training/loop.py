@@ -29,6 +29,7 @@ from headstart.training.run.checkpoint import add_results, write_state
 from headstart.training.run.log import Meter, Result
 from headstart.training.run.optimizer import learning_rate
 from headstart.training.run.processes import StopSignal, any_of
+from headstart.training.run.start import fit_shortlists
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.setup import Run
 
@@ -212,6 +213,8 @@ def _save_heads(run: Run) -> Exception | None:
                     provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, **trainer.results}
                     provenance |= {"init": trainer.start, "draft_vocabulary": trainer.coverage}
                     discard_unfinished(trainer.folder / "*")  # from a killed run
+                    if run.done == run.feed.steps:
+                        fit_shortlists(drafter, run.feed.samples, run.source)
                     drafter.save_pretrained(trainer.folder, extra=provenance)
         except Exception as error:
             fault = fault or error

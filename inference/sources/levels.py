@@ -5,23 +5,19 @@ Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary, X 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
+from headstart.heads.own_readout import largest
 from headstart.inference.capture.plugin import region
 from headstart.inference.sources.source import DraftScoring
-
-GROUP, GROUPED = 64, 1 << 14
-"""Candidates per group in `largest`, and how many there have to be for it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def draft_levels(
                     hidden_BKD, state = drafter.step(state, above.tokens_BW, above.parents_BW, 0)
                 assert hidden_BKD is not None
                 hidden = hidden_BKD[:, depth : depth + 1]
-            logits_BWV = drafter.readout(hidden, depth, above.tokens_BW).float()
+            logits_BWV = drafter.draft_logits(hidden, depth, above.tokens_BW).float()
             levels.append(_best(above, _scored(logits_BWV, scoring, k), width, drafter.vocabulary))
     return levels[1:], _packed(levels[1:]), state, hidden_BKD
 
@@ -103,21 +99,6 @@ def _best(above: Level, logits_BWV: Tensor, width: int, vocabulary: Tensor | Non
     scores_BW = scores_BWV.flatten(1).gather(1, best_BW)
     tokens_BW = drafted_BW if vocabulary is None else vocabulary[drafted_BW]
     return Level(tokens_BW, parents_BW, scores_BW, totals_BW)
-
-
-def largest(values_BM: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest values of each row and their indices, in descending order, as `torch.topk`; of equal ones any.
-
-    They lie in the ``count`` groups with the largest maxima, and maxima are found much faster than an order.
-    """
-    M = values_BM.shape[1]
-    if M < GROUPED or count >= M // GROUP:
-        best = values_BM.topk(count)
-        return best.values, best.indices
-    groups_BCM = F.pad(values_BM, (0, -M % GROUP), value=-math.inf).unflatten(1, (-1, GROUP))
-    chosen_BC = groups_BCM.amax(-1).topk(count, sorted=False).indices
-    best = groups_BCM.gather(1, chosen_BC[..., None].expand(-1, -1, GROUP)).flatten(1).topk(count)
-    return best.values, chosen_BC.gather(1, best.indices // GROUP) * GROUP + best.indices % GROUP
 
 
 def _packed(levels: Sequence[Level]) -> Tensor:

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from headstart.heads.layers.start_values import LayerShape
 from headstart.heads.methods import find_drafter, methods
+from headstart.heads.own_readout import ShortlistConfig
 from headstart.support.config import describe
 from headstart.support.errors import UserError
 from headstart.training.recipe.recipe import SHARED_KEYS, DrafterOptions, Recipe
@@ -69,7 +70,8 @@ def _one_of(prefix: str) -> dict[str, Any]:
 def with_tables(page: str) -> str:
     """The Markdown ``page`` with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew.
 
-    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.layer``, or ``drafter.KIND``. Raises UserError for others.
+    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.layer``, ``drafter.shortlist``, or ``drafter.KIND``. Raises
+    UserError for others.
     """
     return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}<!-- end of table -->", page)
 
@@ -80,7 +82,8 @@ def _table(name: str) -> str:
         return _rows("", Recipe)
     if section == "drafter" and kind in methods():
         return _rows("drafter.", find_drafter(kind).Config)
-    parts: dict[str, Any] = {"backbone.lora": Lora, "drafter": DrafterOptions, "drafter.layer": LayerShape}
+    parts: dict[str, Any] = {"backbone.lora": Lora, "drafter": DrafterOptions}
+    parts |= {"drafter.layer": LayerShape, "drafter.shortlist": ShortlistConfig}
     model = parts.get(name) or (Recipe.model_fields[name].annotation if name in Recipe.model_fields else None)
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
         raise UserError(f"no table {name!r}; there are recipe, its sections, and drafter.KIND")

@@ -20,6 +20,7 @@ from accelerate.utils import is_bf16_available, parse_flag_from_env
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata, require_sizes
+from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.heads.warm_start import WarmStart, read_warm_start, require_kind
 from headstart.support.errors import UserError
 from headstart.support.terminal import progress
@@ -153,7 +154,8 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features:
     if fresh and (accelerator.is_main_process or is_sharded(fresh[0].backbone)):
         for drafter in fresh:
             source = features.for_starts(drafter.taps)
-            lines.append(drafter.fit_start(_features(drafter, samples, source, accelerator.is_main_process)))
+            read = _features(drafter, samples, source, drafter.start_positions, "start values" if accelerator.is_main_process else None)
+            lines.append(drafter.fit_start(read))
     if accelerator.num_processes > 1:
         for drafter in fresh:
             for weight in drafter.parameters():
@@ -161,10 +163,17 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features:
     return [line for line in lines if line]
 
 
+def fit_shortlists(drafter: Drafter, samples: Sequence[Sample], features: FeatureSource) -> None:
+    """Let a trained drafter with ``drafter.shortlist`` find its subspaces on texts. The main process alone calls it."""
+    if isinstance(drafter, OwnReadoutDrafter) and (positions := drafter.shortlist_positions) and not is_sharded(drafter.backbone):
+        drafter.fit_shortlists(_features(drafter, samples, features.for_starts(drafter.taps), positions, "the shortlist"))
+
+
 @torch.no_grad()
-def _features(drafter: Drafter, samples: Sequence[Sample], source: FeatureSource, shown: bool) -> Iterator[Features]:
-    chosen = chosen_texts(samples, drafter.start_positions)
-    with progress("fitting start values", "token", sum(len(samples[i].tokens) for i in chosen), shown) as bar:
+def _features(drafter: Drafter, samples: Sequence[Sample], source: FeatureSource, positions: int, shown: str | None) -> Iterator[Features]:
+    """Yield the features of texts of about so many positions; ``shown``: what is fitted to them, in the main process."""
+    chosen = chosen_texts(samples, positions)
+    with progress(f"fitting {shown}", "token", sum(len(samples[i].tokens) for i in chosen), shown is not None) as bar:
         for indices in batches_by_length(samples, chosen, CPU_POSITIONS if drafter.backbone.device.type == "cpu" else FORWARD_TOKENS):
             yield source.read(collate(samples, [[i] for i in indices]).to(drafter.backbone.device))
             bar.update(sum(len(samples[i].tokens) for i in indices))
