@@ -13,8 +13,9 @@ from test_window import CLOSE
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, Features
-from headstart.heads.block import Block, _taps
+from headstart.heads.block import Block
 from headstart.heads.layers.block_attention import lay_out
+from headstart.heads.layers.block_parts import block_taps
 from headstart.heads.methods import build_drafter
 from headstart.inference.contract import chain, draft, part
 
@@ -97,7 +98,7 @@ def test_start_values() -> None:
     "layers,taps", [(36, (2, 10, 18, 26, 34)), (16, (2, 5, 8, 11, 14)), (6, (2, 3, 4)), (3, (2,)), (2, (1,)), (1, (1,))]
 )
 def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
-    assert _taps(None, layers) == taps
+    assert block_taps(None, layers) == taps
 
 
 @pytest.mark.parametrize("correction", ["none", "markov", "recurrent"])

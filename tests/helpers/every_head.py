@@ -14,6 +14,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mtp", {"shared": False}),
     ("block", {"correction": "markov"}),
     ("block", {"correction": "recurrent"}),
+    ("block", {"correction": "selector"}),
+    ("block", {"correction": "selector", "convolution": True}),
     ("draft_model", {"parallel": True}),
     ("hydra", {"prefix_attention": False}),
 ]
