@@ -27,17 +27,8 @@ from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.kv.cached_layers import CachedLayer
 from headstart.heads.kv.draft_cache import DraftCache
 from headstart.heads.kv.rows import RowState, drafted
+from headstart.heads.layers import block_parts as parts
 from headstart.heads.layers.block_attention import lay_out, seen_elements
-from headstart.heads.layers.block_parts import (
-    GROUP,
-    TAPS,
-    BlockConvolution,
-    CandidateSelector,
-    ConvolvedLayer,
-    MarkovHead,
-    block_taps,
-    mask_token,
-)  # fmt: skip
 from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, rotary_at
 from headstart.heads.layers.start_values import LayerShape, engine_fields, llama_like, probe, start_fusion, start_normed, tap_sizes
 from headstart.support.config import Depth, Layers, Size
@@ -94,10 +85,12 @@ class Block(Drafter):
     config: Config
     reads_hidden = deepens = False
     capturable = recomputable = True
+    added = ("candidate_selector", "attention_conv", "mlp_conv")
+    """Parts that a warm start may lack: they are initialised without effect."""
     fixed_arguments = ("mask_token", "causal", "sliding_window", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
-        taps, mask = block_taps(config.taps, backbone.num_layers), mask_token(config.mask_token, backbone)
+        taps, mask = parts.block_taps(config.taps, backbone.num_layers), parts.mask_token(config.mask_token, backbone)
         super().__init__(backbone, config.model_copy(update={"taps": taps, "mask_token": mask}))
         self.taps, self.mask_token, self.anchor_share = taps, mask, config.anchor_share
         self.sequential = self.own_readout = config.correction != "none"
@@ -115,16 +108,16 @@ class Block(Drafter):
         D, eps = backbone.dim, self.layer_config.rms_norm_eps
         self.fc = nn.Linear(len(taps) * D, D, bias=False)
         self.hidden_norm, self.norm = Norm(D, eps=eps), Norm(D, eps=eps)
-        if config.convolution and D % GROUP:
-            raise UserError(f"drafter.convolution=true needs a backbone whose width is a multiple of {GROUP}, not {D}: set it to false")
-        layers = [(ConvolvedLayer if config.convolution else NormedLayer)(self.layer_config) for _ in range(config.layers)]
+        if config.convolution and D % parts.GROUP:
+            raise UserError(f"drafter.convolution=true is of widths that {parts.GROUP} divides; the backbone's is {D}: set it to false")
+        layers = [(parts.ConvolvedLayer if config.convolution else NormedLayer)(self.layer_config) for _ in range(config.layers)]
         self.layers: Any = nn.ModuleList(layers)
         self.rotary = Rotary(self.layer_config)
         self.cached = [CachedLayer(layer, self.rotary, config.sliding_window) for layer in layers]
         if config.correction == "markov":
-            self.markov_head = MarkovHead(backbone.vocab, config.correction_rank)
+            self.markov_head = parts.MarkovHead(backbone.vocab, config.correction_rank)
         elif config.correction == "selector":
-            self.candidate_selector = CandidateSelector(backbone.vocab, D, config.correction_rank, config.selector_candidates)
+            self.candidate_selector = parts.CandidateSelector(backbone.vocab, D, config.correction_rank, config.selector_candidates)
         elif config.correction == "recurrent":
             state, rank = config.recurrent_size or max(1, D // 4), config.correction_rank
             self.prefix_gru = nn.GRU(D, state, bias=False, batch_first=True)
@@ -244,7 +237,7 @@ class Block(Drafter):
         """
         super().init_from(backbone)
         for module in self.modules():
-            if isinstance(module, MarkovHead | CandidateSelector | BlockConvolution):
+            if isinstance(module, parts.MarkovHead | parts.CandidateSelector | parts.BlockConvolution):
                 module.start()
         start_fusion(self.fc.weight, probe(backbone, self.taps).concatenated(self.taps))
         for i, layer in enumerate(self.layers):
@@ -284,7 +277,7 @@ class Block(Drafter):
         config, cap = self.config, getattr(self.backbone.config, "final_logit_softcapping", None)
         layout = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token, "causal": config.causal}
         if config.convolution:
-            layout |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
+            layout |= {"conv_kernel_size": parts.TAPS, "conv_group_size": parts.GROUP}
         if config.correction == "selector":
             layout |= {"selector_rank": config.correction_rank, "selector_top_k": self.candidate_selector.candidates}
             layout |= {"block_size": self.elements} | ({} if cap is None else {"final_logit_softcapping": cap})

@@ -238,7 +238,7 @@ def same(reading: Reading, on: Sizes) -> Reading:
 
 READERS: dict[str, Callable[[Files, Sizes], Reading]] = {
     "EAGLE-3": eagle3, "EAGLE-1/2": eagle, "Medusa": medusa, "IBM accelerator (MLP speculator)": mlp, "MTP modules": mtp,
-    "draft model": draft_model, "speculators": speculators, "DFlash, DSpark or Domino": block,
+    "draft model": draft_model, "speculators": speculators, "DFlash, DFlash2, DSpark or Domino": block,
 }  # fmt: skip
 """By the title of the layout."""
 SHAPES: dict[type[Any] | None, Callable[[Reading, Sizes], Reading]] = {
