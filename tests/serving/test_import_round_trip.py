@@ -29,6 +29,7 @@ TRIPS = [
     ("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "trtllm"), ("eagle3", "speculators"), ("eagle3-small", "vllm"),
     ("eagle3-small", "speculators"), ("eagle", "vllm"), ("eagle", "sglang"), ("medusa", "medusa"), ("mlp", "mlp-speculator"),
     ("dflash", "vllm"), ("dflash", "dflash-hf"), ("dflash", "speculators"), ("dspark", "vllm"), ("dspark", "speculators"),
+    ("dflash2", "vllm"), ("dflash2", "sglang"), ("dflash2", "speculators"),
     ("domino", "sglang"), ("mtp", "mtp-stitch"), ("draft_model", "vllm"), ("pard", "vllm"),
 ]  # fmt: skip
 UNSAID = {"depth", "draft_depth", "feature_noise", "anchor_share", "path", "layers", "native", "architecture", "choose", "tie_weights"}
