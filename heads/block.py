@@ -273,9 +273,11 @@ class Block(Drafter):
         return common | {"architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"], "dflash_config": layout}
 
     def _layout(self) -> dict[str, Any]:
-        """Return ``dflash_config``. Whether blocks are causal is always said, since readers disagree on what a missing key means."""
+        """Return ``dflash_config``. Whether blocks are causal is said wherever readers disagree on what a missing key means."""
         config, cap = self.config, getattr(self.backbone.config, "final_logit_softcapping", None)
-        layout = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token, "causal": config.causal}
+        layout: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token}
+        if config.causal or config.sliding_window is not None or config.convolution or config.correction == "selector":
+            layout |= {"causal": config.causal}
         if config.convolution:
             layout |= {"conv_kernel_size": parts.TAPS, "conv_group_size": parts.GROUP}
         if config.correction == "selector":
