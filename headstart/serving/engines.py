@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.serving.layouts.checkpoint import METHODS
-from headstart.serving.layouts.llamacpp import FILE as GGUF
+from headstart.serving.layouts.llamacpp import FILE
+from headstart.serving.layouts.llamacpp_block import FILE as BLOCK_FILE
 from headstart.support.errors import UserError, did_you_mean
 
 ENGINES = {
@@ -45,7 +46,7 @@ class Support:
 
 NO_MODULE = "it has no module for them"
 V2_RUNNER = "needs the V2 model runner, the default on a GPU"
-NO_GGUF = "it drafts with them from GGUF, which export writes of EAGLE-3 heads only"
+NO_GGUF = "it drafts with them from GGUF, which export writes of EAGLE-3, DFlash and DFlash2 heads only"
 BLOCK_ROW = Support("documented", "1.4.0rc1")
 
 TABLE: dict[tuple[str, str], Support | str] = {
@@ -90,7 +91,8 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("tgi", "medusa"): Support("read", "commit db931fc", note="in maintenance since 2025-12"),
     ("tgi", "mlp"): Support("read", "commit db931fc", note="with tie_weights only"),
     ("llama.cpp", "eagle3"): Support("run", "xllamacpp 2026.10.11549", note="GGUF; Llama run, other backbones read in its source"),
-    **dict.fromkeys([("llama.cpp", method) for method in ("dflash", "dflash2", "dspark", "mtp", "draft_model")], NO_GGUF),
+    **dict.fromkeys([("llama.cpp", method) for method in ("dflash", "dflash2")], Support("run", "xllamacpp 2026.10.11549", note="GGUF")),
+    **dict.fromkeys([("llama.cpp", method) for method in ("dspark", "mtp", "draft_model")], NO_GGUF),
     ("transformers", "dflash"): Support("run", "5.20.0, 5.22.0, 5.23.0", note="by the layout dflash-hf"),
     ("transformers", "draft_model"): Support("run", "5.20.0, 5.22.0, 5.23.0"),
 }
@@ -216,7 +218,8 @@ def _transformers(served: Served) -> str:
 
 def _llamacpp(served: Served) -> str:
     target = served.backbone if find_gguf(served.backbone) is not None else "BACKBONE.gguf"
-    draft = ["--spec-type", "draft-eagle3", "--spec-draft-model", f"{served.folder}/{GGUF}", "--spec-draft-n-max", str(served.depth)]
+    kind, file = ("draft-eagle3", FILE) if served.method == "eagle3" else ("draft-dflash", BLOCK_FILE)
+    draft = ["--spec-type", kind, "--spec-draft-model", f"{served.folder}/{file}", "--spec-draft-n-max", str(served.depth)]
     return shlex.join(["llama-server", "-m", target, *draft, "--spec-draft-p-min", "0"])
 
 
