@@ -31,10 +31,12 @@ def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: Engin
     """
     file = next((folder / name for name in (FILE, BLOCK_FILE) if (folder / name).is_file()), None)
     if file is None:
-        raise UserError(
-            f"{folder} holds no {FILE} or {BLOCK_FILE}, which llama.cpp drafts with: headstart export --to llama.cpp writes them"
-        )
+        names = f"{FILE} or {BLOCK_FILE}"
+        raise UserError(f"{folder} holds no {names}, which llama.cpp drafts with: headstart export --to llama.cpp writes one")
     texts = serve(file, backbone, prompts, settings)["texts"]
+    if any(text["accepted"] and not text["drafts"] for text in texts):
+        unnamed = "llama.cpp's log names no drafts of DFlash2 heads, so that these cannot be compared"
+        raise UserError(f"{unnamed}: verify {folder} without --engine, against the drafts that the export stored")
     return [transcript(prompt, text, settings) for prompt, text in zip(prompts, texts, strict=True)]
 
 
