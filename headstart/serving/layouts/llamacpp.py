@@ -191,7 +191,8 @@ def _requests(heads: Checkpoint) -> list[str]:
 def recipe_values(method: str, config: PretrainedConfig) -> dict[str, Any]:
     """Return the recipe's values for heads that llama.cpp reads. Raises UserError for a method or a backbone of which it reads none."""
     if method != "eagle3":
-        raise UserError(f"--for llama.cpp is of --method eagle3, the heads that export writes for it; got {method}")
+        blocks = "of block heads it reads drafter.correction none, or selector with drafter.convolution=true"
+        raise UserError(f"--for llama.cpp is of --method eagle3; got {method}; {blocks}")
     stated = config.get_text_config()
     if stated.model_type not in TARGETS:
         raise UserError(f"--for llama.cpp: {NO_LAYERS.format(stated.model_type)}")
