@@ -3,10 +3,11 @@
 DFlash (2602.06036): the tapped layers of the backbone are fused into one context; every layer projects it to keys and values of its
 own, and the elements of the block attend to the context and to the whole block. The backbone's embedding and output layer are shared.
 DSpark (2607.05147) adds a low-rank correction of the logits by the parent token, Domino (2605.29707) one by the state of a small GRU
-over the drafted path; with either, a block is computed once and its depths are drafted one after another, in trees along every path.
+over the drafted path, DFlash2 one of the likeliest tokens by the parent; with any, a block is computed once and its depths are drafted one
+after another, in trees along every path. DFlash2 also has convolutions within a block. JetSpec (2606.18394) is DFlash with causal blocks.
 
-Element i of a block is at position t+1+i, where t is the anchor and element 0 the root. Without a correction element i+1 drafts depth
-i; with one, element i does, so that a block has as many elements as depths. Both are as in the published checkpoints.
+Element i of a block is at position t+1+i, where t is the anchor and element 0 the root. In DSpark and Domino element i drafts depth i, so
+that a block has as many elements as depths; in the others element i+1 does. All are as in the published checkpoints.
 
 Shape suffixes: B batch, T positions, M anchors, N elements of a block or tree nodes, K depth, D width, G size of the GRU's state.
 """
@@ -26,11 +27,15 @@ from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.kv.cached_layers import CachedLayer
 from headstart.heads.kv.draft_cache import DraftCache
 from headstart.heads.kv.rows import RowState, drafted
+from headstart.heads.layers import block_parts as parts
 from headstart.heads.layers.block_attention import lay_out, seen_elements
 from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, rotary_at
 from headstart.heads.layers.start_values import LayerShape, engine_fields, llama_like, probe, start_fusion, start_normed, tap_sizes
 from headstart.support.config import Depth, Layers, Size
 from headstart.support.errors import UserError
+
+ANCHORED = ("markov", "recurrent")
+"""Corrections of blocks that draft from their first element, the anchor."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,6 @@ class State(RowState):
     caches: tuple[DraftCache, ...]
     block_BKD: Tensor | None = drafted()
     paths_BNG: Tensor | None = drafted()
-
-
-class MarkovHead(nn.Module):
-    """A table of logits by the parent token, of low rank."""
-
-    def __init__(self, vocab: int, rank: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab, rank)
-        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.markov_w2(self.markov_w1(tokens))
 
 
 class Block(Drafter):
@@ -66,10 +59,15 @@ class Block(Drafter):
         """Layers whose residual stream is fused into the context, counted from 1 (null: up to five, evenly spaced)."""
         intermediate_size: Size | None = None
         """Width of the feed-forward part (null: the backbone's)."""
-        correction: Literal["none", "markov", "recurrent"] = "markov"
-        """Of the logits: none (DFlash), by the parent token (``markov``, DSpark), or by the path (``recurrent``, Domino)."""
+        correction: Literal["none", "markov", "recurrent", "selector"] = "markov"
+        """Of the logits: none (DFlash), by the parent token (``markov``, DSpark), by the path (``recurrent``, Domino), or of the likeliest
+        tokens by the parent and the hidden state (``selector``, DFlash2)."""
         correction_rank: Size = 256
         """Rank of the correction."""
+        selector_candidates: Size = 16
+        """Tokens of each depth that ``correction: selector`` scores."""
+        convolution: bool = False
+        """Mix each element with the one before it, before and after attention and the feed-forward part (DFlash2)."""
         recurrent_size: Size | None = None
         """Size of the state of a recurrent correction (null: a quarter of the backbone's width)."""
         anchor_share: Annotated[float, Gt(0), Le(1)] = 0.5
@@ -79,22 +77,25 @@ class Block(Drafter):
         sliding_window: Annotated[int, Ge(1)] | None = None
         """Positions up to its own that an element attends to, in training and decoding; at least a block (null: all)."""
         causal: bool = False
-        """Elements attend to the earlier ones of their block alone, as in heads trained by speculators; false: to all."""
+        """Elements attend to the earlier ones of their block alone, as in heads trained by speculators and, with ``correction: none``, in
+        JetSpec; false: to all."""
         layer: LayerShape | None = None
         """Shape of the decoder layers (null: the backbone's); heads trained elsewhere may differ in it."""
 
     config: Config
     reads_hidden = deepens = False
     capturable = recomputable = True
+    added = ("candidate_selector", "attention_conv", "mlp_conv")
+    """Parts that a warm start may lack: they are initialised without effect."""
     fixed_arguments = ("mask_token", "causal", "sliding_window", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
-        taps, mask = _taps(config.taps, backbone.num_layers), _mask_token(config.mask_token, backbone)
+        taps, mask = parts.block_taps(config.taps, backbone.num_layers), parts.mask_token(config.mask_token, backbone)
         super().__init__(backbone, config.model_copy(update={"taps": taps, "mask_token": mask}))
         self.taps, self.mask_token, self.anchor_share = taps, mask, config.anchor_share
         self.sequential = self.own_readout = config.correction != "none"
         self.all_depths_at_once = not self.sequential
-        self.skipped = 0 if self.sequential else 1
+        self.skipped = 0 if config.correction in ANCHORED else 1
         """Elements of a block before the one that drafts depth 0."""
         self.elements = config.depth + self.skipped
         if backbone.max_positions is not None and self.elements > backbone.max_positions:
@@ -107,12 +108,16 @@ class Block(Drafter):
         D, eps = backbone.dim, self.layer_config.rms_norm_eps
         self.fc = nn.Linear(len(taps) * D, D, bias=False)
         self.hidden_norm, self.norm = Norm(D, eps=eps), Norm(D, eps=eps)
-        layers = [NormedLayer(self.layer_config) for _ in range(config.layers)]
+        if config.convolution and D % parts.GROUP:
+            raise UserError(f"drafter.convolution=true is of widths that {parts.GROUP} divides; the backbone's is {D}: set it to false")
+        layers = [(parts.ConvolvedLayer if config.convolution else NormedLayer)(self.layer_config) for _ in range(config.layers)]
         self.layers: Any = nn.ModuleList(layers)
         self.rotary = Rotary(self.layer_config)
         self.cached = [CachedLayer(layer, self.rotary, config.sliding_window) for layer in layers]
         if config.correction == "markov":
-            self.markov_head = MarkovHead(backbone.vocab, config.correction_rank)
+            self.markov_head = parts.MarkovHead(backbone.vocab, config.correction_rank)
+        elif config.correction == "selector":
+            self.candidate_selector = parts.CandidateSelector(backbone.vocab, D, config.correction_rank, config.selector_candidates)
         elif config.correction == "recurrent":
             state, rank = config.recurrent_size or max(1, D // 4), config.correction_rank
             self.prefix_gru = nn.GRU(D, state, bias=False, batch_first=True)
@@ -172,12 +177,14 @@ class Block(Drafter):
         return torch.cat([hidden, mixed if depth else torch.zeros_like(mixed)], -1)
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        D = self.backbone.dim
+        kind, D = self.config.correction, self.backbone.dim
         logits = self.backbone.readout(hidden[..., :D].to(self.backbone.dtype))
-        if self.config.correction == "markov":
-            assert parent_tokens is not None
-            return logits + self.markov_head(parent_tokens)
-        return logits + self.embed_proj[2](hidden[..., D:]) if self.config.correction == "recurrent" else logits
+        if kind == "none":
+            return logits
+        if kind == "recurrent":
+            return logits + self.embed_proj[2](hidden[..., D:])
+        assert parent_tokens is not None
+        return logits + self.markov_head(parent_tokens) if kind == "markov" else self.candidate_selector(logits, hidden, parent_tokens)
 
     # Decoding.
 
@@ -205,7 +212,7 @@ class Block(Drafter):
         if self.all_depths_at_once:
             return state.block_BKD, state
         hidden_B1D = state.block_BKD[:, depth : depth + 1]
-        if self.config.correction == "markov":
+        if self.config.correction != "recurrent":
             return hidden_B1D, state
         start_B1G = hidden_B1D.new_zeros(tokens_BN.shape[0], 1, self.prefix_gru.hidden_size)
         before_BNG = of_parents(start_B1G, state.paths_BNG if depth else None, parents_BN)
@@ -226,62 +233,57 @@ class Block(Drafter):
 
     def init_from(self, backbone: Backbone) -> None:
         """Initialise the context as the deepest tap plus small random parts of all, the layers as the backbone's last where the shapes
-        agree, and the corrections without effect.
+        agree, and the corrections and convolutions without effect.
         """
         super().init_from(backbone)
+        for module in self.modules():
+            if isinstance(module, parts.MarkovHead | parts.CandidateSelector | parts.BlockConvolution):
+                module.start()
         start_fusion(self.fc.weight, probe(backbone, self.taps).concatenated(self.taps))
         for i, layer in enumerate(self.layers):
             final = start_normed(layer, backbone, max(backbone.num_layers - len(self.layers) + i, 0))
             if final is not None:
                 self.norm.weight.copy_(final)
-        if self.config.correction == "markov":
-            self.markov_head.markov_w2.weight.zero_()
-        elif self.config.correction == "recurrent":
+        if self.config.correction == "recurrent":
             self.embed_proj[2].get_parameter("weight").zero_()
 
     def input_sizes(self) -> dict[str, list[float]]:
         return {"fc.weight": tap_sizes(self.backbone, self.taps)}
 
     def engine_config(self) -> dict[str, Any]:
-        """Return the configuration of a DFlash, DSpark or Domino model, with taps counted in both conventions in use."""
-        layout: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token}
-        causal, window = self.config.causal, self.config.sliding_window
-        layout |= {"causal": causal} if causal or window is not None else {}
-        sliding = {} if window is None else {"sliding_window": window, "use_sliding_window": True, "is_causal": causal}  # not by default
+        """Return the configuration of a DFlash, DFlash2, DSpark or Domino model, with taps counted in both conventions in use."""
+        window, kind = self.config.sliding_window, self.config.correction
+        sliding = {"sliding_window": window, "use_sliding_window": True, "is_causal": self.config.causal}  # not by default
+        layout = self._layout()
         common = engine_fields(self.layer_config, self.fc.weight.dtype) | {
             "model_type": "qwen3",
             "layer_types": ["full_attention" if window is None else "sliding_attention"] * self.config.layers,
-            **sliding,
+            **({} if window is None else sliding),
             "num_target_layers": self.backbone.num_layers,
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "block_size": self.elements,
             "draft_vocab_size": self.backbone.vocab,
-            "sample_from_anchor": self.config.correction != "none",  # readers disagree on what a missing key means
+            "sample_from_anchor": not self.skipped,  # readers disagree on what a missing key means
         }
-        if self.config.correction == "markov":
+        if kind == "markov":
             rank = {"markov_rank": self.config.correction_rank, "markov_head_type": "vanilla", "dspark_bonus_anchor": False}
             confidence = {"enable_confidence_head": False, "confidence_head_with_markov": False}
             return common | layout | rank | confidence | {"architectures": ["Qwen3DSparkModel"], "dflash_config": layout}
-        if self.config.correction == "recurrent":
-            sizes = {"emb_dim": self.config.correction_rank, "gru_hidden_dim": self.prefix_gru.hidden_size}
+        second = kind == "selector" or kind == "none" and self.config.convolution
+        return common | {"architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"], "dflash_config": layout}
+
+    def _layout(self) -> dict[str, Any]:
+        """Return ``dflash_config``. Whether blocks are causal is said wherever readers disagree on what a missing key means."""
+        config, cap = self.config, getattr(self.backbone.config, "final_logit_softcapping", None)
+        layout: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token}
+        if config.causal or config.sliding_window is not None or config.convolution or config.correction == "selector":
+            layout |= {"causal": config.causal}
+        if config.convolution:
+            layout |= {"conv_kernel_size": parts.TAPS, "conv_group_size": parts.GROUP}
+        if config.correction == "selector":
+            layout |= {"selector_rank": config.correction_rank, "selector_top_k": self.candidate_selector.candidates}
+            layout |= {"block_size": self.elements} | ({} if cap is None else {"final_logit_softcapping": cap})
+        elif config.correction == "recurrent":
+            sizes = {"emb_dim": config.correction_rank, "gru_hidden_dim": self.prefix_gru.hidden_size}
             layout |= {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, **sizes}
-        return common | {"architectures": ["DFlashDraftModel"], "dflash_config": layout}
-
-
-def _taps(taps: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    if taps is None:
-        first, last = min(2, max(num_layers - 1, 1)), max(num_layers - 2, 1)
-        return tuple(sorted({round(first + i * (max(last, first) - first) / 4) for i in range(5)}))
-    chosen = tuple(sorted(set(taps)))
-    if not chosen or any(not 1 <= tap <= num_layers for tap in chosen):
-        raise UserError(f"drafter.taps are layer counts from 1 to {num_layers}; got {taps!r}")
-    return chosen
-
-
-def _mask_token(token: int | None, backbone: Backbone) -> int:
-    if token is None:
-        end = backbone.config.eos_token_id
-        token = end[0] if isinstance(end, list) else backbone.vocab - 1 if end is None else end
-    if token >= backbone.vocab:
-        raise UserError(f"drafter.mask_token is a token of the backbone's vocabulary of {backbone.vocab}; got {token}")
-    return token
+        return layout

@@ -1,7 +1,8 @@
 """Start a new drafter from a trained one (``drafter.init``), strict about what is taken over.
 
 All tensors must have equal names and shapes, but for the output layers of another draft vocabulary, whose rows are taken over by backbone
-token. Heads whose weights are shared by all depths may therefore start from heads of another depth.
+token. Heads whose weights are shared by all depths may therefore start from heads of another depth. Parts of DFlash2 may be new
+(`Block.added`), which change no draft before they are trained.
 
 Training moves the rows of the output layers mostly alike, so that a row as it was before training would win everywhere: SmolLM2's heads
 with 980 such rows among 8,192 got 5 % of first drafts right. Rows of new tokens are moved by the affine map that fits the others best.
@@ -10,6 +11,7 @@ with 980 such rows among 8,192 got 5 % of first drafts right. Rows of new tokens
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
+from headstart.heads.block import Block
 from headstart.heads.checkpoint import check_contract, read_drafter, read_metadata
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.support.errors import UserError
@@ -54,7 +57,7 @@ class WarmStart:
                 raise UserError(f"{found}: set drafter.{key}={given}")
         theirs, ours = _state(self.drafter), _state(drafter)
         by_token = _output_names(drafter)
-        for name in [*theirs, *(name for name in ours if name not in theirs)]:
+        for name in [*theirs, *(name for name in ours if name not in theirs and not _added(drafter, name))]:
             shapes = [state[name].shape if name in state else None for state in (theirs, ours)]
             if name in by_token:
                 shapes = [None if shape is None else shape[1:] for shape in shapes]
@@ -74,8 +77,10 @@ class WarmStart:
         trained_DV = _tokens(self.drafter)
         rows_V[trained_DV] = torch.arange(len(trained_DV))
         rows_DV = rows_V[_tokens(drafter)]
-        output_names = _output_names(drafter)
+        output_names, new = _output_names(drafter), [name for name in ours if name not in theirs]
         for name, tensor in ours.items():
+            if name in new:
+                continue
             source = theirs[name].to(tensor.device)
             if name in output_names:
                 known_DV = rows_DV >= 0
@@ -84,7 +89,7 @@ class WarmStart:
                 tensor[known_DV] = source[rows_DV[known_DV]]
             else:
                 tensor.copy_(source)
-        summary = f"{self.path}: {len(ours)} tensors"
+        summary = f"{self.path}: {len(ours) - len(new)} tensors" + (f", new are {_listed(new)}" if new else "")
         if output_names and not torch.equal(trained_DV, _tokens(drafter)):
             kept, size = int((rows_DV >= 0).sum()), len(rows_DV)
             summary += f", {kept:,} of {size:,} draft tokens among them and {size - kept:,} new"
@@ -146,6 +151,17 @@ def _output_names(drafter: Drafter) -> set[str]:
     layers = drafter.output_layers()
     names = [name for name, module in drafter.named_modules(remove_duplicate=False) if any(module is layer for layer in layers)]
     return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
+
+
+def _added(drafter: Drafter, name: str) -> bool:
+    """Return whether a weight may start without a trained one."""
+    return isinstance(drafter, Block) and any(part in name.split(".") for part in Block.added)
+
+
+def _listed(names: list[str]) -> str:
+    """List weights, those of equal parts once."""
+    parts = Counter(part for name in names for part in name.split(".") if part in Block.added)
+    return " and ".join(f"{count} of {part}" for part, count in parts.items())
 
 
 def _shape(state: dict[str, Tensor], name: str) -> str:

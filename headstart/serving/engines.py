@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.serving.layouts.checkpoint import METHODS
-from headstart.serving.layouts.llamacpp import FILE as GGUF
+from headstart.serving.layouts.llamacpp import FILE
+from headstart.serving.layouts.llamacpp_block import FILE as BLOCK_FILE
 from headstart.support.errors import UserError, did_you_mean
 
 ENGINES = {
@@ -45,13 +46,14 @@ class Support:
 
 NO_MODULE = "it has no module for them"
 V2_RUNNER = "needs the V2 model runner, the default on a GPU"
-NO_GGUF = "it drafts with them from GGUF, which export writes of EAGLE-3 heads only"
+NO_GGUF = "it drafts with them from GGUF, which export writes of EAGLE-3, DFlash and DFlash2 heads only"
 BLOCK_ROW = Support("documented", "1.4.0rc1")
 
 TABLE: dict[tuple[str, str], Support | str] = {
     ("vllm", "eagle3"): Support("run", "0.32.0, 0.33.0", since="0.8.5"),
     ("vllm", "eagle"): Support("run", "0.32.0, 0.33.0"),
     ("vllm", "dflash"): Support("run", "0.32.0", since="0.19", note="its CPU build norms the context's keys wrongly, see Verify"),
+    ("vllm", "dflash2"): Support("read", "0.33.0", note=V2_RUNNER),
     ("vllm", "dspark"): Support("read", "0.32.0, 0.33.0", note=V2_RUNNER),
     ("vllm", "domino"): "it has no module for Domino's correction (read in the source of 0.32.0)",
     ("vllm", "mtp"): Support("run", "0.32.0", note="MiMo run; Qwen3.5 read in its source"),
@@ -63,6 +65,7 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("sglang", "eagle3"): Support("run", "0.5.23", note="the module alone was run"),
     ("sglang", "eagle"): Support("run", "0.5.23", note="the module alone was run"),
     ("sglang", "dflash"): Support("read", "0.5.23"),
+    ("sglang", "dflash2"): Support("read", "0.5.23"),
     ("sglang", "dspark"): Support("read", "0.5.23"),
     ("sglang", "domino"): Support("read", "0.5.23", note="one GPU, --tp-size 1"),
     ("sglang", "mtp"): Support("read", "0.5.23"),
@@ -76,6 +79,7 @@ TABLE: dict[tuple[str, str], Support | str] = {
         "documented", "1.2.1", until="1.2.1", note="the TensorRT backend, removed since, read them; the PyTorch backend reads EAGLE-3 only"
     ),
     ("trtllm", "dflash"): BLOCK_ROW,
+    ("trtllm", "dflash2"): NO_MODULE,
     ("trtllm", "dspark"): BLOCK_ROW,
     ("trtllm", "domino"): NO_MODULE,
     ("trtllm", "mtp"): "its MTP is that of DeepSeek-V3 and R1, whose layers Headstart does not train",
@@ -87,7 +91,8 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("tgi", "medusa"): Support("read", "commit db931fc", note="in maintenance since 2025-12"),
     ("tgi", "mlp"): Support("read", "commit db931fc", note="with tie_weights only"),
     ("llama.cpp", "eagle3"): Support("run", "xllamacpp 2026.10.11549", note="GGUF; Llama run, other backbones read in its source"),
-    **dict.fromkeys([("llama.cpp", method) for method in ("dflash", "dspark", "mtp", "draft_model")], NO_GGUF),
+    **dict.fromkeys([("llama.cpp", method) for method in ("dflash", "dflash2")], Support("run", "xllamacpp 2026.10.11549", note="GGUF")),
+    **dict.fromkeys([("llama.cpp", method) for method in ("dspark", "mtp", "draft_model")], NO_GGUF),
     ("transformers", "dflash"): Support("run", "5.20.0, 5.22.0, 5.23.0", note="by the layout dflash-hf"),
     ("transformers", "draft_model"): Support("run", "5.20.0, 5.22.0, 5.23.0"),
 }
@@ -153,7 +158,7 @@ class Served:
 
 def speculative_config(served: Served) -> dict[str, Any]:
     """Return vLLM's ``speculative_config`` for these heads."""
-    methods = {"pard": "draft_model", "mlp": "mlp_speculator"}
+    methods = {"pard": "draft_model", "mlp": "mlp_speculator", "dflash2": "dflash"}
     config: dict[str, Any] = {"method": methods.get(served.method, served.method), "num_speculative_tokens": served.depth}
     if served.method != "mtp":
         config["model"] = served.folder
@@ -178,7 +183,7 @@ def _sglang(served: Served) -> str:
         "eagle": ("EAGLE", chain),
         "mtp": ("NEXTN", chain),
         "draft_model": ("STANDALONE", chain),
-        "dflash": ("DFLASH", ["--speculative-dflash-block-size", block]),
+        **dict.fromkeys(("dflash", "dflash2"), ("DFLASH", ["--speculative-dflash-block-size", block])),
         "domino": ("DFLASH", ["--speculative-dflash-block-size", block, "--tp-size", "1"]),
         "dspark": ("DSPARK", ["--speculative-dspark-block-size", block]),
     }[served.method]
@@ -213,7 +218,8 @@ def _transformers(served: Served) -> str:
 
 def _llamacpp(served: Served) -> str:
     target = served.backbone if find_gguf(served.backbone) is not None else "BACKBONE.gguf"
-    draft = ["--spec-type", "draft-eagle3", "--spec-draft-model", f"{served.folder}/{GGUF}", "--spec-draft-n-max", str(served.depth)]
+    kind, file = ("draft-eagle3", FILE) if served.method == "eagle3" else ("draft-dflash", BLOCK_FILE)
+    draft = ["--spec-type", kind, "--spec-draft-model", f"{served.folder}/{file}", "--spec-draft-n-max", str(served.depth)]
     return shlex.join(["llama-server", "-m", target, *draft, "--spec-draft-p-min", "0"])
 
 

@@ -18,13 +18,15 @@ from headstart.serving.layouts.eagle3 import Eagle, Eagle3
 from headstart.serving.layouts.files import DamagedError, Files
 from headstart.serving.layouts.layout import Counting, Heads, Layout
 from headstart.serving.layouts.llamacpp import LlamaCpp
+from headstart.serving.layouts.llamacpp_block import LlamaCppBlock
 from headstart.serving.layouts.medusa import Hydra, Medusa, MlpSpeculator
 from headstart.serving.layouts.mtp import DraftModel, MtpStitch
 from headstart.serving.layouts.speculators import Speculators
 from headstart.support.errors import UserError
 
 LAYOUTS: tuple[Layout, ...] = (
-    Medusa(), Speculators(), Hydra(), MlpSpeculator(), Block(), DflashHf(), Eagle3(), Eagle(), MtpStitch(), DraftModel(), LlamaCpp()
+    Medusa(), Speculators(), Hydra(), MlpSpeculator(), Block(), DflashHf(), Eagle3(), Eagle(), MtpStitch(), DraftModel(), LlamaCpp(),
+    LlamaCppBlock(),
 )  # fmt: skip
 """Every layout, in the order in which they are asked whether a folder is theirs."""
 SIZES = {"hidden_size": "width", "vocab_size": "vocabulary", "num_hidden_layers": "layers"}

@@ -13,6 +13,7 @@ from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.checkpoint import read_checkpoint
 from headstart.serving.layouts.llamacpp import FILE, LlamaCpp
+from headstart.serving.layouts.llamacpp_block import FILE as BLOCK_FILE
 from headstart.serving.verify.drafts import EngineSettings, Transcript, acceptance
 from headstart.serving.verify.llamacpp import LLAMACPP, serve, transcript
 from headstart.support.errors import UserError
@@ -54,6 +55,17 @@ def test_llama_cpp_drafts_what_headstart_drafts(target: Path, prompts: list[list
     kept = acceptance(ours)["acceptance_rate_per_pos"]
     print(sum(len(one["drafts"]) for one in found), "drafts; accepted by depth:", kept)
     assert kept[1] > 0.05, "few drafts were accepted: this test compares heads that have learnt nothing"
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_llama_cpp_accepts_as_many_drafts_of_blocks(target: Path, prompts: list[list[int]], tmp_path: Path, name: str) -> None:
+    """Its log names no drafts of DFlash2."""
+    folder, settings = trained(name), EngineSettings(5, 25)
+    export(Request(str(folder), "llama.cpp", tmp_path / "out"))
+    found = serve(tmp_path / "out" / BLOCK_FILE, str(target), prompts, settings)["texts"]
+    ours = headstart(folder, "embedded", prompts, settings)
+    assert [one["tokens"] for one in found] == [list(one.written) for one in ours]
+    assert [one["accepted"] for one in found] == [accepted(one) for one in ours] and sum(map(accepted, ours)) > 5
 
 
 def test_heads_that_are_refused_are_accepted_less(target: Path, prompts: list[list[int]], tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ HEADS = {
     "eagle": Heads("eagle"),
     "medusa": Heads("medusa"),
     "dflash": Heads("block", ("drafter.correction=none",), depth=5),
+    "dflash2": Heads("block", ("drafter.correction=selector", "drafter.convolution=true"), depth=5),
     "dspark": Heads("block", depth=5),
     "draft-model": Heads("draft_model"),
     "parallel-draft-model": Heads("draft_model", PARALLEL),

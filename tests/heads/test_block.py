@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import backbone, random_drafter, read, texts
+from families import backbone, random_drafter, read, texts, tiny
 from test_window import CLOSE
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, Features
-from headstart.heads.block import Block, _taps
+from headstart.heads.block import Block
 from headstart.heads.layers.block_attention import lay_out
+from headstart.heads.layers.block_parts import block_taps
 from headstart.heads.methods import build_drafter
 from headstart.inference.contract import chain, draft, part
+from headstart.support.errors import UserError
 
 
 def made(on: Backbone, correction: str, **arguments: Any) -> Block:
@@ -57,7 +59,7 @@ def test_with_a_window_a_chunk_of_a_long_row_has_few_keys() -> None:
     assert max(high - low for _, _, low, high in near) <= window + 4 * 32 < max(high - low for _, _, low, high in whole) / 10
 
 
-@pytest.mark.parametrize("correction", ["markov", "recurrent"])
+@pytest.mark.parametrize("correction", ["markov", "recurrent", "selector"])
 def test_drafts_follow_their_path_in_a_tree(correction: str) -> None:
     """A node's logits depend on its parent; with a GRU, on the whole path. The block itself is computed once."""
     on = backbone("llama")
@@ -68,13 +70,57 @@ def test_drafts_follow_their_path_in_a_tree(correction: str) -> None:
     _, below, deeper = draft(drafter, state, tokens, parents)
     assert not torch.allclose(below[:, 0], below[:, 1])
     alike = torch.allclose(deeper[:, 0], deeper[:, -1])
-    assert alike == (correction == "markov"), "the parents are the same, the paths are not"
+    assert alike == (correction != "recurrent"), "the parents are the same, the paths are not"
     calls: list[int] = []
     first = drafter.layers[0]
     first.register_forward_pre_hook(lambda *_: calls.append(1))
     inner, drafter._draft = drafter._draft, lambda *inputs: calls.append(1) or inner(*inputs)  # type: ignore[method-assign]
     chain(drafter, state, texts(1, 3))
     assert len(calls) == 1
+
+
+def test_the_selector_orders_the_likeliest_tokens_alone() -> None:
+    """The largest logits are those of the k candidates, with their scores; in training the others' gradients are those of plain logits."""
+    torch.manual_seed(2)
+    drafter = made(backbone("llama"), "selector", selector_candidates=5).requires_grad_(True)
+    plain, selector = made(backbone("llama"), "none"), drafter.candidate_selector
+    hidden_MD, parents_M = torch.randn(7, 32) * 3, texts(1, 7)[0]
+    unary_MV, found_MV = plain.readout(hidden_MD, 0), drafter.readout(hidden_MD, 0, parents_M)
+    candidates_MK = unary_MV.topk(5).indices
+    wanted_MK = unary_MV.gather(1, candidates_MK)
+    for m, tokens_K in enumerate(candidates_MK.tolist()):
+        context_R = selector.predecessor_codebook[parents_M[m]] * selector.hidden_projection(hidden_MD[m])
+        for i, token in enumerate(tokens_K):
+            wanted_MK[m, i] += context_R.dot(selector.successor_codebook[token])
+    torch.testing.assert_close(found_MV.gather(1, candidates_MK), wanted_MK)
+    assert (wanted_MK.argmax(1) > 0).any() and torch.equal(found_MV.topk(5).indices.sort().values, candidates_MK.sort().values)
+    others_MV = torch.ones_like(unary_MV, dtype=torch.bool).scatter(1, candidates_MK, False)
+    torch.testing.assert_close(found_MV[others_MV], torch.minimum(unary_MV, wanted_MK.amin(1, keepdim=True))[others_MV])
+    leaf_MV = unary_MV.detach().requires_grad_(True)
+    selector(leaf_MV, hidden_MD, parents_M).sum().backward()
+    assert torch.equal(leaf_MV.grad, torch.ones_like(leaf_MV)) and bool(selector.successor_codebook.grad.any())
+
+
+def test_a_convolution_stays_within_its_block_and_starts_as_nothing() -> None:
+    on, arguments = backbone("llama"), {"depth": 3, "layers": 2, "correction": "none", "causal": True}
+    plain, drafter = (build_drafter("block", on, {**arguments, "convolution": convolution}) for convolution in (False, True))
+    drafter.load_state_dict({**drafter.state_dict(), **plain.state_dict()})
+    features, roots_BK = read(on, texts(2, 9), plain), texts(2, 3, seed=4)
+    for one, other in zip(*(chain(heads, heads.begin(features), roots_BK) for heads in (plain, drafter)), strict=True):
+        torch.testing.assert_close(one, other)
+    mixed = random_drafter("block", on, **arguments, convolution=True).layers[0].attention_conv
+    x_MND = torch.randn(2, 4, 32)
+    later_MND = torch.cat([x_MND[:, :2], x_MND[:, 2:] + 1], 1)
+    one, other = (mixed(x, x, 1) for x in (x_MND, later_MND))
+    assert torch.equal(one[:, :2], other[:, :2]) and not torch.isclose(one[:, 2:], other[:, 2:]).all()
+    torch.testing.assert_close(one[:, 0], x_MND[:, 0] * (mixed.base_kernel[1, 0] + added(mixed, x_MND[:, 0])))
+    with pytest.raises(UserError, match=r"drafter\.convolution=true is of widths that 16 divides; the backbone's is 24: set it to false"):
+        build_drafter("block", Backbone(tiny("llama", hidden_size=24)), {"convolution": True})
+
+
+def added(convolution: Any, x_MD: torch.Tensor) -> torch.Tensor:
+    """The part of the first tap's kernel, after the sublayer, that depends on its input: rows 4 and 5 of the projection, of 16 channels."""
+    return (x_MD @ convolution.kernel_projection.weight[4:6].mT).repeat_interleave(16, 1)
 
 
 def test_start_values() -> None:
@@ -97,7 +143,7 @@ def test_start_values() -> None:
     "layers,taps", [(36, (2, 10, 18, 26, 34)), (16, (2, 5, 8, 11, 14)), (6, (2, 3, 4)), (3, (2,)), (2, (1,)), (1, (1,))]
 )
 def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
-    assert _taps(None, layers) == taps
+    assert block_taps(None, layers) == taps
 
 
 @pytest.mark.parametrize("correction", ["none", "markov", "recurrent"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, backbone, random_drafter, tiny
+from families import VOCAB, backbone, random_drafter, read, texts, tiny
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log, train_once
 
@@ -17,6 +17,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.heads.warm_start import WarmStart, read_warm_start
+from headstart.inference.contract import chain
 from headstart.support.errors import UserError
 
 EAGLE3 = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
@@ -71,6 +72,27 @@ def test_another_depth_and_draft_vocabulary(tmp_path: Path, old: int | None, new
             assert torch.equal(drafter.lm_head.weight[row], source.lm_head.weight[theirs[token]])
     kept = len(theirs.keys() & set(ours.tolist()))
     assert f"{kept} of {len(ours)} draft tokens among them and {len(ours) - kept} new" in summary
+
+
+@pytest.mark.parametrize("correction", ["selector", "none"])
+def test_what_dflash2_adds_to_dflash_is_new(tmp_path: Path, correction: str) -> None:
+    """The rest is taken over, so that it drafts the same; the summary names what is new."""
+    source = saved("block", tmp_path, depth=3, layers=2, correction="none", causal=True)
+    drafter, _, summary = started("block", tmp_path, depth=3, layers=2, correction=correction, convolution=True, causal=True)
+    theirs, ours = source.state_dict(), drafter.state_dict()
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items()) and ours.keys() > theirs.keys()
+    selector = " and 3 of candidate_selector" if correction == "selector" else ""
+    assert summary == f"{tmp_path}: {len(theirs)} tensors, new are 4 of attention_conv and 4 of mlp_conv{selector}"
+    features, tokens_BK = read(drafter.backbone, texts(2, 9), drafter), texts(2, 3, seed=4)
+    one, other = (chain(heads, heads.begin(features), tokens_BK) for heads in (source, drafter))
+    for logits, same in zip(one, other, strict=True):
+        torch.testing.assert_close(logits, same, atol=1e-5, rtol=1e-5)
+    for change in ({"correction": "markov"}, {"correction": "none", "convolution": False, "causal": False}):
+        with pytest.raises(UserError, match=r"markov_head|drafter.causal true"):
+            started("block", tmp_path, **{"depth": 3, "layers": 2, "causal": True} | change)
+    saved("block", tmp_path / "second", depth=3, layers=2, correction="selector")
+    with pytest.raises(UserError, match=r"tensor candidate_selector\.predecessor_codebook is \[61, 256\] there and missing here"):
+        started("block", tmp_path / "second", depth=3, layers=2, correction="none")
 
 
 @pytest.mark.parametrize("known", [39, 20])

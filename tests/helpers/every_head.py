@@ -6,14 +6,15 @@ from families import backbone
 
 from headstart.heads.methods import build_drafter, methods
 
-ARGUMENTS: dict[str, dict[str, Any]] = {"eagle": {"feature_noise": 0}}
+ARGUMENTS: dict[str, dict[str, Any]] = {"eagle": {"feature_noise": 0}, "block": {"correction": "selector", "convolution": True}}
 """Kind -> its arguments beside the depth; noise is drawn anew for every batch, so it depends on how a step is split."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"draft_vocab_size": 2048}),
     ("eagle3", {"layers": 2}),
     ("mtp", {"shared": False}),
-    ("block", {"correction": "markov"}),
-    ("block", {"correction": "recurrent"}),
+    ("block", {"correction": "markov", "convolution": False}),
+    ("block", {"correction": "recurrent", "convolution": False}),
+    ("block", {"correction": "selector", "convolution": False}),
     ("draft_model", {"parallel": True}),
     ("hydra", {"prefix_attention": False}),
 ]

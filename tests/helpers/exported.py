@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp-small": ("mlp", {"depth": 3, "draft_vocab_size": DV}),
     "hydra": ("hydra", {"depth": 2}),
     "dflash": ("block", {"depth": 4, "draft_depth": 2, "correction": "none", "taps": [1, 3, 5]}),
+    "dflash2": ("block", {"depth": 4, "correction": "selector", "correction_rank": 6, "selector_candidates": 5, "convolution": True}),
     "dspark": ("block", {"depth": 4}),
     "domino": ("block", {"depth": 4, "correction": "recurrent"}),
     "mtp": ("mtp", {"depth": 2}),

@@ -136,7 +136,7 @@ def accelerator(tied: bool) -> tuple[dict[str, Any], Tensors]:
 
 
 def block(kind: str, **stated: Any) -> tuple[dict[str, Any], Tensors]:
-    """z-lab's DFlash, DSpark with a confidence head, or Domino: two layers over two taps, ids counted as outputs of layers."""
+    """z-lab's DFlash or DFlash2, DSpark with a confidence head, or Domino: two layers over two taps, ids counted as outputs of layers."""
     tensors = {"fc.weight": normal(D, 2 * D), "hidden_norm.weight": near_one(D), "norm.weight": near_one(D)}
     for i in range(2):
         tensors |= layer(f"layers.{i}.") | {f"layers.{i}.input_layernorm.weight": near_one(D)}
@@ -148,6 +148,19 @@ def block(kind: str, **stated: Any) -> tuple[dict[str, Any], Tensors]:
         tensors |= {"markov_head.markov_w1.weight": normal(VOCAB, 6), "markov_head.markov_w2.weight": normal(VOCAB, 6),
                     "confidence_head.proj.weight": normal(1, D), "confidence_head.proj.bias": normal(1)}  # fmt: skip
         config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 6, "enable_confidence_head": True, "sample_from_anchor": True}
+    elif kind == "dflash2":
+        tensors |= {f"candidate_selector.{name}_codebook": normal(VOCAB, 6) for name in ("predecessor", "successor")}
+        tensors |= {"candidate_selector.hidden_projection.weight": normal(6, D)}
+        for name in (f"layers.{i}.{part}_conv." for i in range(2) for part in ("attention", "mlp")):
+            tensors |= {f"{name}base_kernel": torch.randn(2, 2, D), f"{name}kernel_projection.weight": normal(8, D)}
+        config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+        nested |= {
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 6,
+            "selector_top_k": 4,
+            "block_size": config.pop("block_size"),
+        }
     elif kind == "domino":
         tensors |= {"prefix_gru.weight_ih_l0": normal(24, D), "prefix_gru.weight_hh_l0": normal(24, 8),
                     "embed_proj.0.weight": normal(6, D + 8), "embed_proj.2.weight": normal(VOCAB, 6)}  # fmt: skip
@@ -156,12 +169,14 @@ def block(kind: str, **stated: Any) -> tuple[dict[str, Any], Tensors]:
 
 
 def speculators_block(kind: str) -> tuple[dict[str, Any], Tensors]:
-    """DFlash or DSpark as speculators 0.9 trains by default: layers with a window, which are causal inside a block."""
+    """DFlash, DFlash2 or DSpark as speculators 0.9 trains by default: layers with a window, which are causal inside a block."""
     flat, tensors = block(kind)
     own = ("block_size", "markov_rank", "enable_confidence_head", "sample_from_anchor")
-    stated = {key: value for key, value in flat.items() if key not in (*own, "architectures", "dflash_config", "num_target_layers")}
+    other = (*own, "architectures", "dflash_config", "num_target_layers", "is_causal")
+    stated = {key: value for key, value in flat.items() if key not in other}
     stated |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 2048, "use_sliding_window": True}
-    config = {key: flat[key] for key in own if key in flat} | {
+    nested = {key: value for key, value in flat["dflash_config"].items() if key not in ("target_layer_ids", "mask_token_id")}
+    config = {key: flat[key] for key in own if key in flat} | nested | {
         "speculators_model_type": kind, "aux_hidden_state_layer_ids": [2, 5], "mask_token_id": 60, "draft_vocab_size": VOCAB,
         "sliding_window_non_causal": False, "transformer_layer_config": stated,
         "speculators_config": {"algorithm": kind, "proposal_methods": [{"speculative_tokens": 3}]},

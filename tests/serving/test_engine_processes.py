@@ -119,11 +119,11 @@ slot launch_slot_: id 0 | task 9 | processing task, is_child = 0
 def test_rounds_of_llama_cpps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft continues the root; what the text has too is kept, and the next one begins after a token of the backbone's."""
     assert drafts_of(LOG) == [[[6, 7], [4]], []]
-    texts = [{"tokens": [5, 6, 8, 2, 9], "drafts": [[6, 7], [2], [3]]}, {"tokens": [5], "drafts": []}]
+    texts = [{"tokens": [5, 6, 8, 2, 9], "drafts": [[6, 7], [2], [3]], "accepted": 1}, {"tokens": [5], "drafts": [], "accepted": 0}]
     (tmp_path / "canned.json").write_text(json.dumps({"texts": texts}))
     write_python(tmp_path, f'cp "$3" {tmp_path}/job.json && cp {tmp_path}/canned.json "$4"', monkeypatch, llamacpp.LLAMACPP.variable)
     model = write_gguf(tmp_path / "m.gguf", load_backbone("embedded").model, load_tokenizer("embedded"), "F32")
-    with pytest.raises(UserError, match=f"holds no {FILE}, which llama.cpp drafts with: headstart export --to llama.cpp writes it"):
+    with pytest.raises(UserError, match=f"holds no {FILE} or dflash.gguf, which llama.cpp drafts with: headstart export"):
         llamacpp.draft(tmp_path, str(model), [[1, 2, 3], [4]], EngineSettings(2, 4))
     (tmp_path / FILE).touch()
     first, second = llamacpp.draft(tmp_path, str(model), [[1, 2, 3], [4]], EngineSettings(2, 9, (2,)))
@@ -131,6 +131,9 @@ def test_rounds_of_llama_cpps_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert second.written == (5,) and second.rounds == ()
     job = json.loads((tmp_path / "job.json").read_text())
     assert (job["backbone"], job["heads"], job["ends"], job["depth"]) == (str(model), str(tmp_path / FILE), True, 2)
+    (tmp_path / "canned.json").write_text(json.dumps({"texts": [{"tokens": [5, 6], "drafts": [], "accepted": 1}]}))
+    with pytest.raises(UserError, match="llama.cpp's log names no drafts of DFlash2 heads, .* without --engine"):
+        llamacpp.draft(tmp_path, str(model), [[1, 2, 3]], EngineSettings(2, 9))
     with pytest.raises(UserError, match="llama.cpp is verified with the backbone as a GGUF file, and embedded is none: give"):
         llamacpp.draft(tmp_path, "embedded", [[1]], EngineSettings(2, 4))
     write_python(tmp_path, """echo 'ASSERT failed' > "$(dirname "$4")/stderr"; exit 134""", monkeypatch, llamacpp.LLAMACPP.variable)

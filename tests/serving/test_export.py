@@ -20,7 +20,7 @@ from headstart.support.files import file_hash
 
 COPIED = {
     "eagle3": "vllm sglang trtllm", "eagle3-small": "vllm", "eagle": "vllm sglang", "dflash": "vllm sglang trtllm", "dspark": "vllm sglang",
-    "domino": "sglang", "draft_model": "vllm sglang trtllm transformers", "pard": "vllm trtllm", "mlp": "tgi",
+    "dflash2": "vllm sglang", "domino": "sglang", "draft_model": "vllm sglang trtllm transformers", "pard": "vllm trtllm", "mlp": "tgi",
 }  # fmt: skip
 """Heads whose checkpoint an engine reads as it is."""
 
@@ -56,6 +56,9 @@ def test_launch_lines(home: Path, tmp_path: Path) -> None:
     assert words[words.index("--speculative-algorithm") + 1] == "DSPARK" and words[-2:] == ["--speculative-dspark-block-size", "4"]
     options = shlex.split(exported(home, "eagle3", "trtllm", tmp_path / "c")[0]["launch"]["trtllm"]["line"])[1]
     assert json.loads(options)["speculative_config"]["eagle3_layers_to_capture"] == [0, 2, 4]
+    words = shlex.split(exported(home, "dflash2", "sglang", tmp_path / "f")[0]["launch"]["sglang"]["line"])
+    assert words[words.index("--speculative-algorithm") + 1] == "DFLASH" and words[-2:] == ["--speculative-dflash-block-size", "5"]
+    assert '"method": "dflash"' in exported(home, "dflash2", "vllm", tmp_path / "g")[0]["launch"]["vllm"]["line"]
     block = exported(home, "dflash", "vllm", tmp_path / "e")[0]["launch"]["vllm"]["line"]
     assert '"num_speculative_tokens": 4' in block  # a block of another length gives other drafts
     pard = exported(home, "pard", "vllm", tmp_path / "d")[0]["launch"]["vllm"]["line"]

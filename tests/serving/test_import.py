@@ -25,6 +25,14 @@ from headstart.serving.layouts.files import PROVENANCE, read_files
 from headstart.serving.reading import build, layout_of
 from headstart.serving.verify.drafts import EngineSettings
 
+SECOND = {"correction": "selector", "correction_rank": 6, "selector_candidates": 4, "convolution": True}
+
+
+def jetspec(stated: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    config, tensors = foreign.block("dflash")
+    return config | stated, tensors
+
+
 LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict[str, Any]]] = {
     "eagle1": (foreign.safeailab_eagle1, "eagle", {"bias": True}),
     "eagle3": (foreign.safeailab_eagle3, "eagle3", {"taps": [1, 4, 6], "draft_vocab_size": DV, "norm_before_residual": False}),
@@ -34,6 +42,10 @@ LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict
     "accelerator-tied": (lambda: foreign.accelerator(True), "mlp", {"tie_weights": True}),
     "dflash": (lambda: foreign.block("dflash"), "block", {"taps": [2, 5], "depth": 3, "correction": "none", "mask_token": 60}),
     "jetspec": (lambda: foreign.block("dflash", causal=True), "block", {"taps": [2, 5], "correction": "none", "causal": True}),
+    "jetspec-class": (lambda: jetspec({"architectures": ["JetSpecDraftModel"]}), "block", {"correction": "none", "causal": True}),
+    "jetspec-head": (lambda: foreign.block("dflash", causal_head=True), "block", {"correction": "none", "causal": True}),
+    "dflash2": (lambda: foreign.block("dflash2"), "block", {"depth": 3, "causal": False, **SECOND}),
+    "speculators-dflash2": (lambda: foreign.speculators_block("dflash2"), "block", {"depth": 3, "causal": True, **SECOND}),
     "speculators-dflash": (lambda: foreign.speculators_block("dflash"), "block", {"causal": True, "taps": [2, 5], "depth": 3}),
     "speculators-dspark": (lambda: foreign.speculators_block("dspark"), "block", {"causal": True, "correction": "markov", "depth": 4}),
     "dspark": (lambda: foreign.block("dspark"), "block", {"taps": [2, 5], "depth": 4, "correction": "markov", "correction_rank": 6}),

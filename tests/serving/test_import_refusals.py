@@ -34,8 +34,12 @@ def changed(made: Folder, config: dict[str, Any] | None = None, **tensors: torch
     return {**made[0], **(config or {})}, {name: tensor for name, tensor in {**made[1], **named}.items() if tensor is not None}
 
 
+def nested(**stated: Any) -> dict[str, Any]:
+    return {"dflash_config": {**DFLASH2()[0]["dflash_config"], **stated}}
+
+
 EAGLE3, EAGLE1, MEDUSA, HYDRA = foreign.safeailab_eagle3, foreign.safeailab_eagle1, foreign.medusa, lambda: foreign.hydra(False)
-DFLASH, DSPARK, DOMINO = (lambda kind=kind: foreign.block(kind) for kind in ("dflash", "dspark", "domino"))
+DFLASH, DFLASH2, DSPARK, DOMINO = (lambda kind=kind: foreign.block(kind) for kind in ("dflash", "dflash2", "dspark", "domino"))
 IDS = "eagle_aux_hidden_state_layer_ids"
 CASES: list[tuple[Callable[[], Folder], str]] = [
     (lambda: changed(EAGLE3(), {"architectures": None}, fc__weight=None), "no known layout"),
@@ -72,6 +76,12 @@ CASES: list[tuple[Callable[[], Folder], str]] = [
     (lambda: changed(DFLASH(), {"sample_from_anchor": True}), "has sample_from_anchor true"),
     (lambda: changed(DFLASH(), {"draft_vocab_size": 23}), "drafts 23 of the backbone's 61 tokens; block heads here draft all"),
     (lambda: changed(DFLASH(), {"block_size": "8"}), "block_size in config.json is a whole number of at least 1; got '8'"),
+    (lambda: changed(DFLASH(), **{"lilicorr__out_head__weight": normal(6, D)}), "holds LiLiCorr heads (lilicorr_enabled), which"),
+    (lambda: changed(DFLASH2(), {"sample_from_anchor": True}), "has sample_from_anchor true; block heads here draft from the anchor in"),
+    (lambda: changed(DFLASH2(), nested(conv_group_size=8)), "{'conv_group_size': 8} in config.json; block heads here"),
+    (lambda: changed(DFLASH2(), nested(output_multiplier=2.0)), "DFlash2 heads with {'output_multiplier': 2.0} in config.json; block"),
+    (lambda: changed(DFLASH2(), nested(selector_top_k=None)), "selector_top_k in config.json is a whole number of at least 1; got None"),
+    (lambda: changed(DFLASH2(), **{"layers__1__mlp_conv__base_kernel": None}), "lacks the tensor layers.1.mlp_conv.base_kernel [2, 2, 32]"),
     (lambda: changed(DSPARK(), {"markov_head_type": "gated"}), "has a Markov head of type 'gated'"),
     (lambda: changed(DOMINO(), {"dflash_config": {**DOMINO()[0]["dflash_config"], "shift_label": False}}), "'shift_label': False"),
 ]  # fmt: skip
@@ -91,6 +101,14 @@ def test_what_does_not_fit_is_named(home: Path, tmp_path: Path, capsys: pytest.C
     for i, (make, message) in enumerate(CASES):
         folder = write(tmp_path / str(i), *make())
         assert message in refused(folder, home, tmp_path / "out", capsys), i
+
+
+def test_unos_adapters_are_refused(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "uno").mkdir()
+    (tmp_path / "uno" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(2, 2)}, tmp_path / "uno" / "adapter_model.safetensors")
+    message = refused(tmp_path / "uno", home, tmp_path / "out", capsys)
+    assert "holds a PEFT adapter" in message and "as Uno's heads are" in message and "backbone.adapter" in message
 
 
 class Bomb:

@@ -29,6 +29,7 @@ TRIPS = [
     ("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "trtllm"), ("eagle3", "speculators"), ("eagle3-small", "vllm"),
     ("eagle3-small", "speculators"), ("eagle", "vllm"), ("eagle", "sglang"), ("medusa", "medusa"), ("mlp", "mlp-speculator"),
     ("dflash", "vllm"), ("dflash", "dflash-hf"), ("dflash", "speculators"), ("dspark", "vllm"), ("dspark", "speculators"),
+    ("dflash2", "vllm"), ("dflash2", "sglang"), ("dflash2", "speculators"),
     ("domino", "sglang"), ("mtp", "mtp-stitch"), ("draft_model", "vllm"), ("pard", "vllm"),
 ]  # fmt: skip
 UNSAID = {"depth", "draft_depth", "feature_noise", "anchor_share", "path", "layers", "native", "architecture", "choose", "tie_weights"}
@@ -84,15 +85,28 @@ def test_imported_heads_are_heads(home: Path, on: Backbone, tmp_path: Path, caps
         start.require_fits(build_drafter("eagle3", on, {"draft_vocab_size": 23, "layers": 2, "fc_norm": True, "norm_output": False}))
 
 
-def test_causal_blocks_go_through_speculators_alone(home: Path, on: Backbone, tmp_path: Path) -> None:
+def test_causal_blocks_go_through_speculators_or_as_jetspec(home: Path, on: Backbone, tmp_path: Path) -> None:
     random_drafter("block", on, depth=4, causal=True, correction="none", taps=[1, 3]).save_pretrained(tmp_path / "heads")
     export(Request(str(tmp_path / "heads"), "speculators", tmp_path / "out"))
     foreign = read_files(str(tmp_path / "out"))
     (reading,) = layout_of(foreign).parse(foreign, on).readings()
     assert build(reading, on, "out").arguments["causal"] and reading.arguments["taps"] == (1, 3)
-    for to in ("sglang", "dflash-hf"):
+    for to in ("sglang", "dflash-hf", "llama.cpp"):
         with pytest.raises(UserError, match="causal"):
             export(Request(str(tmp_path / "heads"), to, tmp_path / to))
+    line = export(Request(str(tmp_path / "heads"), "vllm", tmp_path / "jetspec"))["launch"]["vllm"]["line"]
+    stated = json.loads((tmp_path / "jetspec" / "config.json").read_text())
+    assert stated["dflash_config"]["causal"] is True and stated["architectures"] == ["DFlashDraftModel"]
+    assert '"method": "dflash"' in line and '"num_speculative_tokens": 4' in line
+    random_drafter("block", on, depth=4, causal=True, layers=1).save_pretrained(tmp_path / "dspark")
+    with pytest.raises(UserError, match="causal"):
+        export(Request(str(tmp_path / "dspark"), "vllm", tmp_path / "out-dspark"))
+    random_drafter("block", on, depth=4, convolution=True, layers=1).save_pretrained(tmp_path / "mixed")
+    for to in ("vllm", "sglang"):
+        with pytest.raises(
+            UserError, match=r"drafter\.convolution=true with drafter\.correction=selector, and either with the other alone"
+        ):
+            export(Request(str(tmp_path / "mixed"), to, tmp_path / "out-mixed"))
 
 
 @pytest.mark.parametrize(

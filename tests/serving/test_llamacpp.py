@@ -75,6 +75,50 @@ def test_every_key_and_tensor(home: Path, tmp_path: Path) -> None:
     assert f"-m BACKBONE.gguf --spec-type draft-eagle3 --spec-draft-model {tmp_path}" in report["launch"]["llama.cpp"]["line"]
 
 
+BLOCK = {
+    "attn_norm.weight": "input_layernorm.weight", "attn_q.weight": "self_attn.q_proj.weight", "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight", "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight", "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight", "ffn_gate.weight": "mlp.gate_proj.weight", "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight", "attn_conv_base": "attention_conv.base_kernel",
+    "attn_conv_proj.weight": "attention_conv.kernel_projection.weight", "ffn_conv_base": "mlp_conv.base_kernel",
+    "ffn_conv_proj.weight": "mlp_conv.kernel_projection.weight",
+}  # fmt: skip
+SECOND = {"correction": "selector", "convolution": True, "selector_candidates": 4, "correction_rank": 6, "layers": 2, "depth": 3}
+
+
+@pytest.mark.parametrize("arguments", [SECOND, {"correction": "none", "depth": 3}], ids=["dflash2", "dflash"])
+def test_every_key_and_tensor_of_a_block(home: Path, tmp_path: Path, arguments: dict[str, Any]) -> None:
+    drafter = random_drafter("block", load_backbone(str(home / "backbone")), **arguments, taps=[1, 4])
+    drafter.save_pretrained(tmp_path / "heads")
+    report = export(Request(str(tmp_path / "heads"), "llama.cpp", tmp_path / "out", dtype="bf16"))
+    file, ours = gguf.GGUFReader(tmp_path / "out" / "dflash.gguf"), drafter.tensors()
+    found = {name.removeprefix("dflash."): field.contents() for name, field in file.fields.items()}
+    assert found["general.architecture"] == "dflash" and found["block_size"] == 4 and found["target_layers"] == [1, 4]
+    assert found["attention.causal"] is found["sample_from_anchor"] is False and found["tokenizer.ggml.mask_token_id"] == VOCAB - 1
+    second = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 4}
+    assert {key: found.get(key) for key in second} == (second if arguments is SECOND else dict.fromkeys(second))
+    names = {f"blk.{i}.{theirs}": f"layers.{i}.{name}" for theirs, name in BLOCK.items() for i in range(len(drafter.layers))}
+    names |= {"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "output_norm.weight": "norm.weight"}
+    names |= {f"selector_{x}.weight": f"candidate_selector.{x}_codebook" for x in ("predecessor", "successor")}
+    names |= {"selector_hidden.weight": "candidate_selector.hidden_projection.weight"}
+    assert {one.name for one in file.tensors} == {theirs for theirs, name in names.items() if name in ours}
+    for one in file.tensors:
+        values, wanted = gguf.quants.dequantize(one.data, one.tensor_type), ours[names[one.name]].bfloat16().float()
+        assert torch.equal(torch.from_numpy(values.copy()), wanted) and (one.tensor_type.name == "F32") == (wanted.ndim != 2), one.name
+    assert "-m BACKBONE.gguf --spec-type draft-dflash --spec-draft-model" in report["launch"]["llama.cpp"]["line"]
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize(("setting", "change"), [
+    ("drafter.sliding_window=null", {"sliding_window": 8}), ("drafter.causal=false", {"causal": True}),
+    ("drafter.correction=selector", {"convolution": False}), ("layer.rope_parameters", REFUSED["layer.rope_parameters"]),
+])  # fmt: skip
+def test_blocks_that_llama_cpp_would_draft_otherwise(home: Path, tmp_path: Path, setting: str, change: dict[str, Any]) -> None:
+    random_drafter("block", load_backbone(str(home / "backbone")), **SECOND | change).save_pretrained(tmp_path / "heads")
+    assert setting in refused(tmp_path, "heads", "llama.cpp", tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("prompt", "note"),
     [

@@ -107,6 +107,7 @@ EXPORTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("mlp", {"depth": 3, "tie_weights": True}, ("mlp-speculator",)),
     ("block", {"depth": 3, "correction": "none"}, ("dflash", "dflash-hf", "speculators")),
     ("block", {"depth": 3, "correction": "markov", "causal": True}, ("speculators",)),
+    ("block", {"depth": 3, "correction": "selector", "convolution": True, "causal": True}, ("dflash", "speculators", "vllm")),
     ("mtp", {}, ("mtp-stitch",)),
 ]
 

@@ -1,8 +1,8 @@
-"""Parallel block heads: DFlash (z-lab and the engines), DSpark and Domino, which differ in the correction of the logits.
+"""Parallel block heads: DFlash and DFlash2 (z-lab and the engines), DSpark and Domino, which differ in the correction of the logits.
 
 vLLM, SGLang and TensorRT-LLM load the checkpoint as it is. transformers drafts with a DFlash head as an assistant model, by
 ``generate(assistant_model=..., speculation_type="dflash")``. ``target_layer_ids`` are layers from 0, whose output is the stream after one
-layer more.
+layer more. JetSpec is DFlash with causal blocks: its files say ``causal_head``, NeMo Automodel's and the engines ``causal``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.block import ANCHORED
+from headstart.heads.layers.block_parts import GROUP, TAPS
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files, write_folder
 from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, unscaled_embedding, whole_number, without_copies
@@ -38,14 +40,16 @@ KEPT = (
 class Block(Layout):
     """Embedding and output layer are the backbone's; no file of a mask embedding, since the mask is a token of the backbone."""
 
-    name, title = "dflash", "DFlash, DSpark or Domino"
-    methods: ClassVar[tuple[str, ...]] = ("dflash", "dspark", "domino")
+    name, title = "dflash", "DFlash, DFlash2, DSpark or Domino"
+    methods: ClassVar[tuple[str, ...]] = ("dflash", "dflash2", "dspark", "domino")
     engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang", "trtllm")
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
+        found = unscaled_embedding(heads, self.engines) | odd_parts(heads, self.engines)
         if heads.config["dflash_config"].get("causal"):
-            return dict.fromkeys(self.engines, "it reads causal blocks (drafter.causal) in the layout speculators alone")
-        return unscaled_embedding(heads, self.engines)
+            deaf = [engine for engine in self.engines if engine != "vllm" or heads.method not in ("dflash", "dflash2")]
+            found |= dict.fromkeys(deaf, "it reads causal blocks (drafter.causal) in the layout speculators alone")
+        return found
 
     def recognises(self, files: Files) -> bool:
         stated = "block_size" in files.config and any(key in files.config for key in ("dflash_config", "target_layer_ids", "mask_token_id"))
@@ -54,6 +58,9 @@ class Block(Layout):
 
     def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
         config, nested = files.config, files.config.get("dflash_config") or {}
+        if nested.get("lilicorr_enabled") or files.names("lilicorr."):
+            known = "import DFlash, DFlash2, DSpark or Domino heads, or train one of these for that backbone"
+            raise UserError(f"{files.path} holds LiLiCorr heads (lilicorr_enabled), which block heads here do not compute: {known}")
         ids, top = nested.get("target_layer_ids", config.get("target_layer_ids")), config.get(IDS)
         if not isinstance(ids, list) or any(type(i) is not int for i in ids):
             raise UserError(f"{files.path}: dflash_config.target_layer_ids in config.json is a list of layer numbers; got {ids!r}")
@@ -71,8 +78,8 @@ class Block(Layout):
             if sorted(taps) != taps or not all(1 <= tap <= backbone.num_layers for tap in taps):
                 fault = f"{path} reads the taps {taps}, and the backbone has {backbone.num_layers} layers"
                 raise DamagedError(f"{fault}: shifted layer ids, or another backbone; give that of their training")
-        if anchored is not None and bool(anchored) != (correction != "none"):
-            usual = "block heads here draft from the anchor if their logits are corrected, and only then, so that theirs do not fit"
+        if anchored is not None and bool(anchored) != (correction in ANCHORED):
+            usual = "block heads here draft from the anchor in DSpark and Domino, and only there, so that theirs do not fit"
             raise UserError(f"{path} has sample_from_anchor {str(bool(anchored)).lower()}; {usual}")
         if (files.folder / "mask_embedding.pt").is_file():
             raise UserError(f"{path} has a mask embedding of its own (mask_embedding.pt); block heads here use the backbone's")
@@ -88,7 +95,8 @@ class Block(Layout):
         arguments = {
             **layer_arguments({**config, "model_type": "qwen3"}, backbone, path),
             **_correction_arguments(tensors, backbone.dim),
-            "depth": whole_number(config, "block_size", path) - (correction == "none"),
+            **_second_arguments(files, config, backbone),
+            "depth": whole_number(config, "block_size", path) - (correction not in ANCHORED),
             "layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
             "correction": correction,
             "causal": _causal(config),
@@ -132,12 +140,21 @@ class DflashHf(Block):
         return [f"tensors are renamed: {', '.join(f'{old} to {new}' for old, new in RENAMED.items())}"]
 
 
+def odd_parts(heads: Checkpoint, engines: tuple[str, ...]) -> dict[str, str]:
+    """Return what `Layout.unread` says of heads with one of DFlash2's parts, since engines read both or neither."""
+    convolution, selector = (key in heads.config["dflash_config"] for key in ("conv_kernel_size", "selector_rank"))
+    both = "it reads drafter.convolution=true with drafter.correction=selector, and either with the other alone (DFlash2)"
+    return {} if convolution == selector else dict.fromkeys(engines, f"{both}: train with both or neither")
+
+
 def _correction(files: Files, config: Mapping[str, Any]) -> str:
     """Return the kind of the correction of logits. Raises UserError for a form that block heads here do not compute."""
     if files.names("markov_head.") or config.get("markov_rank"):
         if (form := config.get("markov_head_type", "vanilla")) != "vanilla":
             raise UserError(f"{files.path} has a Markov head of type {form!r}; block heads here compute the vanilla one")
         return "markov"
+    if files.names("candidate_selector.") or config.get("selector_rank"):
+        return "selector"
     if not files.names("prefix_gru.") and config.get("projector_type") != "domino":
         return "none"
     fixed = (("shift_label", True), ("pure_draft_prefix_len", 1))
@@ -147,9 +164,14 @@ def _correction(files: Files, config: Mapping[str, Any]) -> str:
 
 
 def _causal(config: Mapping[str, Any]) -> bool:
-    """Return whether blocks are causal inside: as stated, or by default where all layers have a window, as vLLM and SGLang read it."""
-    stated, kinds = config.get("is_causal", config.get("causal")), set(config.get("layer_types") or [])
-    return kinds == {"sliding_attention"} and config.get("model_type") != FOREIGN if stated is None else bool(stated)
+    """Return whether blocks are causal inside: as stated, as JetSpec's are, or by default where all layers have a window, as vLLM and
+    SGLang read it.
+    """
+    keys, kinds = ("is_causal", "causal", "causal_head"), set(config.get("layer_types") or [])
+    if (stated := next((config[key] for key in keys if config.get(key) is not None), None)) is not None:
+        return bool(stated)
+    jetspec = config.get("head_type") == "causal" or "JetSpecDraftModel" in (config.get("architectures") or [])
+    return jetspec or kinds == {"sliding_attention"} and config.get("model_type") != FOREIGN
 
 
 def _window(config: Mapping[str, Any], positions: int) -> tuple[int | None, list[str]]:
@@ -168,7 +190,22 @@ def _correction_arguments(tensors: Mapping[str, Tensor], dim: int) -> dict[str, 
     """Return the sizes of the correction, from the shapes."""
     if "markov_head.markov_w1.weight" in tensors:
         return {"correction_rank": tensors["markov_head.markov_w1.weight"].shape[-1]}
+    if "candidate_selector.predecessor_codebook" in tensors:
+        return {"correction_rank": tensors["candidate_selector.predecessor_codebook"].shape[-1]}
     if {"prefix_gru.weight_hh_l0", "embed_proj.0.weight"} <= tensors.keys():
         state = tensors["prefix_gru.weight_hh_l0"].shape[-1]
         return {"correction_rank": tensors["embed_proj.0.weight"].shape[0], "recurrent_size": None if state == max(1, dim // 4) else state}
     return {}
+
+
+def _second_arguments(files: Files, config: Mapping[str, Any], backbone: Backbone) -> dict[str, Any]:
+    """Return the arguments of DFlash2's parts. Raises UserError for a form that block heads here do not compute."""
+    convolution = any("_conv." in name for name in files.shapes) or bool(config.get("conv_kernel_size"))
+    wanted: dict[str, Any] = {"conv_kernel_size": TAPS, "conv_group_size": GROUP} if convolution else {}
+    if selector := bool(files.names("candidate_selector.") or config.get("selector_rank")):
+        cap = getattr(backbone.config, "final_logit_softcapping", None)
+        wanted |= {"final_logit_softcapping": cap, "output_multiplier": 1, "input_embedding_scale": 1}
+    if odd := {key: config[key] for key, value in wanted.items() if config.get(key) is not None and config[key] != value}:
+        ours = {key: wanted[key] for key in odd}
+        raise UserError(f"{files.path} has DFlash2 heads with {odd} in config.json; block heads here compute {ours} on this backbone")
+    return {"convolution": convolution} | ({"selector_candidates": whole_number(config, "selector_top_k", files.path)} if selector else {})

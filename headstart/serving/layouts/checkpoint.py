@@ -26,6 +26,7 @@ METHODS = {
     "eagle3": "EAGLE-3",
     "eagle": "EAGLE-1",
     "dflash": "DFlash",
+    "dflash2": "DFlash2",
     "dspark": "DSpark",
     "domino": "Domino",
     "mtp": "MTP (in the backbone)",
@@ -103,7 +104,9 @@ class Checkpoint:
 def method_of(kind: str, arguments: dict[str, object]) -> str:
     """Return the method of heads of a kind, with the arguments that their checkpoint states, as engines tell methods apart."""
     if kind == "block":
-        return {"none": "dflash", "markov": "dspark", "recurrent": "domino"}[str(arguments.get("correction", "markov"))]
+        second = "dflash2" if arguments.get("convolution") else "dflash"
+        methods = {"none": second, "selector": "dflash2", "markov": "dspark", "recurrent": "domino"}
+        return methods[str(arguments.get("correction", "markov"))]
     return "pard" if kind == "draft_model" and arguments.get("parallel") else kind
 
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headstart.heads.backbone.adapter import ADAPTER_CONFIG
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.support.errors import UserError
 from headstart.support.files import atomic
@@ -75,6 +76,9 @@ def read_files(path: str | Path) -> Files:
         raise DamagedError(f"{folder} holds the temporary file {left[0]}: writing it was interrupted (half-written); export it again")
     if (ggufs := sorted(folder.glob("*.gguf"))) and not (folder / "config.json").exists():
         return _of_gguf(str(path), ggufs[0])
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
+        kind = "a PEFT adapter of a language model (adapter_config.json), as Uno's heads are, and drafts with the whole backbone"
+        raise UserError(f"{path} holds {kind}, which heads here do not: import heads of another method; a fine-tune is a backbone.adapter")
     config = _json(folder / "config.json")
     homes: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -46,6 +46,7 @@ KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "norm_before_residual": "norm_before_residual", "norm_before_fc": "norm_before_fc",
 }  # fmt: skip
 """Keys after ``eagle3.``, and what they hold of ``config.json``."""
+REAL = ("rope_theta", "rms_norm_eps")
 TARGETS = (
     "llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "gemma4", "gemma4_text",
     "gpt_oss", "minimax_m2", "nemotron_h", "lfm2",
@@ -78,47 +79,25 @@ class LlamaCpp(Layout):
         return {} if reason is None else {self.name: reason}
 
     def write(self, heads: Checkpoint, folder: Path) -> list[str]:
-        require_package(FILE)
-        import gguf
-
         require_finite(heads.tensors)
-        tensors, writer, config = heads.tensors, gguf.GGUFWriter(folder / FILE, "eagle3"), dict(heads.config)
+        tensors, config = heads.tensors, dict(heads.config)
         config["norm_before_fc"] = bool((config.get("eagle_config") or {}).get("norm_before_fc"))
-        config |= {key: float(config[key]) for key in ("rope_theta", "rms_norm_eps")}
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-        for key, ours in KEYS.items():
-            add[type(config[ours])](f"eagle3.{key}", config[ours])
-        writer.add_array("eagle3.target_layers", list(config[IDS]))
-        vocab = int(config["vocab_size"])
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list([f"<{token}>" for token in range(vocab)])
-        writer.add_token_scores([0.0] * vocab)
-        writer.add_token_types([gguf.TokenType.NORMAL] * vocab)
-        for ours, theirs in NAMES.items():
-            name, tensor = f"{theirs}.weight", tensors.get(f"{ours}.weight")
-            if tensor is not None:
-                tensor = tensor if name not in ROTATED else _reordered(tensor, config[ROTATED[name]], 2, -1)
-                stored = "F32" if tensor.ndim == 1 else {torch.float16: "F16", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32")
-                kind = gguf.GGMLQuantizationType[stored]
-                writer.add_tensor(name, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
+        values = {key: config[ours] for key, ours in KEYS.items()} | {"target_layers": list(config[IDS])}
+        named = {f"{theirs}.weight": tensors[f"{ours}.weight"] for ours, theirs in NAMES.items() if f"{ours}.weight" in tensors}
+        for name, key in ROTATED.items():
+            named[name] = _reordered(named[name], config[key], 2, -1)
         if config["rope_parameters"]["rope_type"] == "llama3":
-            writer.add_tensor("rope_freqs.weight", _rope_factors(config).numpy())
+            named["rope_freqs.weight"] = _rope_factors(config)
         if "d2t" in tensors:
-            writer.add_tensor("d2t", (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return [f"the heads are {FILE}; the target is a GGUF file of the backbone, whose tokenizer llama.cpp uses", *_requests(heads)]
+            named["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        write_gguf(folder / FILE, "eagle3", values, named)
+        return notes_of(heads, FILE)
 
     def recognises(self, files: Files) -> bool:
         return files.config.get("general.architecture") == "eagle3"
 
     def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
-        if missing := [key for key in ("target_layers", *KEYS) if key not in files.config]:
-            raise DamagedError(f"{files.path} has no key eagle3.{missing[0]}, which Headstart writes; export the heads again")
-        config = {ours: files.config[key] for key, ours in KEYS.items()} | {IDS: files.config["target_layers"]}
-        config |= {key: float(str(np.float32(config[key]))) for key in ("rope_theta", "rms_norm_eps")}  # as before single precision
+        config = read_config(files, KEYS) | {IDS: files.config["target_layers"]}
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu"}
         found, theirs = files.read(), {f"{name}.weight": f"{ours}.weight" for ours, name in NAMES.items()}
         if (factors := found.pop("rope_freqs.weight", None)) is not None:
@@ -131,10 +110,50 @@ class LlamaCpp(Layout):
                 found[name] = _reordered(found[name], config[key], -1, 2)
         if "d2t" in found:
             found["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
-        dtype = found["fc.weight"].dtype if "fc.weight" in found else torch.float32  # norms are stored in fp32 whatever the matrices are
-        tensors = {theirs.get(name, name): x.to(dtype) if x.ndim == 1 and x.is_floating_point() else x for name, x in found.items()}
+        tensors = renamed(found, theirs)
         shapes = {name: tuple(x.shape) for name, x in tensors.items()}
         return Eagle3().parse(replace(files, config=config, shapes=shapes, homes={}, loaded=tensors), backbone, "stated")
+
+
+def write_gguf(path: Path, architecture: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write the file of a draft model; keys follow the architecture's name, but for those of the tokenizer."""
+    require_package(path.name)
+    import gguf
+
+    writer, vocab = gguf.GGUFWriter(path, architecture), int(values["vocab_size"])
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for key, value in values.items():
+        value = float(value) if KEYS.get(key) in REAL else value
+        add[type(value)](key if key.startswith("tokenizer.") else f"{architecture}.{key}", value)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{token}>" for token in range(vocab)])
+    writer.add_token_scores([0.0] * vocab)
+    writer.add_token_types([gguf.TokenType.NORMAL] * vocab)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            writer.add_tensor(name, tensor.numpy())
+            continue
+        stored = {torch.float16: "F16", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32") if tensor.ndim == 2 else "F32"
+        kind = gguf.GGMLQuantizationType[stored]
+        writer.add_tensor(name, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_config(files: Files, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a file's keys hold under their names in ``config.json``. Raises DamagedError for one that is missing."""
+    if missing := [key for key in ("target_layers", *keys) if key not in files.config]:
+        raise DamagedError(f"{files.path} has no key {missing[0]}, which Headstart writes; export the heads again")
+    found = {ours: files.config[key] for key, ours in keys.items()}
+    return found | {key: float(str(np.float32(found[key]))) for key in REAL if key in found}  # as before single precision
+
+
+def renamed(found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return a file's tensors by our names, all in one precision: some are stored in fp32 whatever the matrices are."""
+    dtype = found["fc.weight"].dtype if "fc.weight" in found else torch.float32
+    return {names.get(name, name): x.to(dtype) if x.ndim != 2 and x.is_floating_point() else x for name, x in found.items()}
 
 
 def _reordered(weight: Tensor, heads: int, first: int, second: int) -> Tensor:
@@ -147,6 +166,11 @@ def _rope_factors(config: Mapping[str, Any]) -> Tensor:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig.from_dict(dict(config)), torch.device("cpu"))
     width = config["head_dim"]
     return config["rope_parameters"]["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float) / width) / scaled
+
+
+def notes_of(heads: Checkpoint, file: str) -> list[str]:
+    """Return what the user should know of heads in a file."""
+    return [f"the heads are {file}; the target is a GGUF file of the backbone, whose tokenizer llama.cpp uses", *_requests(heads)]
 
 
 def _requests(heads: Checkpoint) -> list[str]:
@@ -167,7 +191,8 @@ def _requests(heads: Checkpoint) -> list[str]:
 def recipe_values(method: str, config: PretrainedConfig) -> dict[str, Any]:
     """Return the recipe's values for heads that llama.cpp reads. Raises UserError for a method or a backbone of which it reads none."""
     if method != "eagle3":
-        raise UserError(f"--for llama.cpp is of --method eagle3, the heads that export writes for it; got {method}")
+        blocks = "of block heads it reads drafter.correction none, or selector with drafter.convolution=true"
+        raise UserError(f"--for llama.cpp is of --method eagle3; got {method}; {blocks}")
     stated = config.get_text_config()
     if stated.model_type not in TARGETS:
         raise UserError(f"--for llama.cpp: {NO_LAYERS.format(stated.model_type)}")

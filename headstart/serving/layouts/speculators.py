@@ -13,7 +13,7 @@ from typing import Any
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.backbone.native_mtp import LAYOUTS
-from headstart.serving.layouts.block import Block
+from headstart.serving.layouts.block import Block, odd_parts
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.eagle3 import Eagle3, has_qk_norm, tap_choices
 from headstart.serving.layouts.files import Files, write_folder
@@ -28,16 +28,18 @@ LAYER_KEYS = (
     "bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tie_word_embeddings", "sliding_window", "layer_types",
     "use_sliding_window",
 )  # fmt: skip
-CLASSES = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
+CLASSES = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
+SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "final_logit_softcapping")
+"""Keys of DFlash2, which are in ``dflash_config`` elsewhere."""
 KIND, RESIDUAL = "speculators_model_type", "norm_before_residual"
 MTP_NAMES = {"input_proj": "eh_proj", "hidden_layernorm": "hnorm", "token_layernorm": "enorm", "final_layernorm": "norm"}
 """Modules of ``mtp_layers.0.``; others are of the decoder layer."""
 
 
 class Speculators(Layout):
-    """EAGLE-3, DFlash and DSpark; MTP modules are read too."""
+    """EAGLE-3, DFlash, DFlash2 and DSpark; MTP modules are read too."""
 
-    name, title, methods, engines = "speculators", "speculators", ("eagle3", "dflash", "dspark"), ("vllm",)
+    name, title, methods, engines = "speculators", "speculators", ("eagle3", "dflash", "dflash2", "dspark"), ("vllm",)
 
     def write(self, heads: Checkpoint, folder: Path) -> list[str]:
         config, tensors, notes = heads.config, heads.tensors, ["the configuration is that of speculators 0.9"]
@@ -71,7 +73,9 @@ class Speculators(Layout):
         return notes
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
-        return {} if heads.method == "eagle3" else unscaled_embedding(heads, self.engines)  # EAGLE-3 norms the embedding
+        if heads.method == "eagle3":  # which norms the embedding
+            return {}
+        return unscaled_embedding(heads, self.engines) | odd_parts(heads, self.engines)
 
     def recognises(self, files: Files) -> bool:
         return KIND in files.config or "speculators_config" in files.config
@@ -123,15 +127,20 @@ def _proposal(heads: Checkpoint) -> dict[str, Any]:
 
 def _block_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a block head; its layers are counted as in EAGLE-3 here."""
-    correction = {key: config[key] for key in ("markov_rank", "markov_head_type", "enable_confidence_head") if key in config}
-    return correction | {
-        "aux_hidden_state_layer_ids": config[IDS],
-        "mask_token_id": config["dflash_config"]["mask_token_id"],
-        "block_size": config["block_size"],
-        "sample_from_anchor": "markov_rank" in config,
-        "sliding_window_non_causal": True,
-        **({"confidence_head_with_markov": False} if "markov_rank" in config else {}),
-    }
+    nested = config["dflash_config"]
+    kept = {key: config[key] for key in ("markov_rank", "markov_head_type", "enable_confidence_head") if key in config}
+    return (
+        kept
+        | {key: nested[key] for key in SECOND if key in nested}
+        | {
+            "aux_hidden_state_layer_ids": config[IDS],
+            "mask_token_id": nested["mask_token_id"],
+            "block_size": config["block_size"],
+            "sample_from_anchor": "markov_rank" in config,
+            "sliding_window_non_causal": True,
+            **({"confidence_head_with_markov": False} if "markov_rank" in config else {}),
+        }
+    )
 
 
 def _mtp(files: Files, layer: dict[str, Any], backbone: Backbone) -> Heads:

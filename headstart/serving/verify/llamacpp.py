@@ -8,6 +8,7 @@ from typing import Any
 
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.serving.layouts.llamacpp import FILE
+from headstart.serving.layouts.llamacpp_block import FILE as BLOCK_FILE
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
 from headstart.serving.verify.process import CHECKOUT, EngineProcess
 from headstart.support.errors import UserError
@@ -28,9 +29,14 @@ def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: Engin
 
     Raises UserError if llama.cpp is not installed or refuses the heads, and for a backbone or heads that are no GGUF file.
     """
-    if not (folder / FILE).is_file():
-        raise UserError(f"{folder} holds no {FILE}, which llama.cpp drafts with: headstart export --to llama.cpp writes it")
-    texts = serve(folder / FILE, backbone, prompts, settings)["texts"]
+    file = next((folder / name for name in (FILE, BLOCK_FILE) if (folder / name).is_file()), None)
+    if file is None:
+        names = f"{FILE} or {BLOCK_FILE}"
+        raise UserError(f"{folder} holds no {names}, which llama.cpp drafts with: headstart export --to llama.cpp writes one")
+    texts = serve(file, backbone, prompts, settings)["texts"]
+    if any(text["accepted"] and not text["drafts"] for text in texts):
+        unnamed = "llama.cpp's log names no drafts of DFlash2 heads, so that these cannot be compared"
+        raise UserError(f"{unnamed}: verify {folder} without --engine, against the drafts that the export stored")
     return [transcript(prompt, text, settings) for prompt, text in zip(prompts, texts, strict=True)]
 
 
@@ -42,6 +48,7 @@ def serve(heads: Path | None, backbone: str, prompts: Sequence[Sequence[int]], s
     return LLAMACPP.run({
         "backbone": str(model.path.resolve()),
         "heads": None if heads is None else str(heads.resolve()),
+        "blocks": heads is not None and heads.name == BLOCK_FILE,
         "prompts": [list(prompt) for prompt in prompts],
         "new_tokens": settings.new_tokens,
         "depth": settings.depth,

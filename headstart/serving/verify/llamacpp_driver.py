@@ -28,7 +28,9 @@ def decode(job: dict[str, Any]) -> list[dict[str, Any]]:
     params.cache_type_k = params.cache_type_v = xl.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xl.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     if job["heads"] is not None:
-        params.speculative.types = [xl.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
+        kinds = xl.common_speculative_type
+        kind = kinds.COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH if job["blocks"] else kinds.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3
+        params.speculative.types = [kind]
         draft = params.speculative.draft
         draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = job["heads"], job["depth"], 0, 0.0
         draft.cache_type_k = draft.cache_type_v = xl.ggml_type.GGML_TYPE_F32

@@ -26,6 +26,7 @@ METHODS = {
     "LlamaForCausalLMEagle3": "eagle3",
     "EagleLlamaForCausalLM": "eagle",
     "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
     "MLPSpeculatorPreTrainedModel": "mlp_speculator",
     "Eagle3Speculator": "eagle3",

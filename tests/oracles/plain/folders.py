@@ -146,13 +146,16 @@ def block(files: Files, on: Sizes) -> Reading:
 
 def block_of(files: Files, config: Mapping[str, Any], taps: list[int], on: Sizes) -> Reading:
     kinds = set(config.get("layer_types") or [])
-    kind = "markov" if files.names("markov_head.") else "recurrent" if files.names("prefix_gru.") else "none"
+    marks = {"markov_head.": "markov", "prefix_gru.": "recurrent", "candidate_selector.": "selector"}
+    kind = next((kind for start, kind in marks.items() if files.names(start)), "none")
     foreign = config.get("model_type") == "muse_glimmer_assistant"
-    causal = config.get("is_causal", config.get("causal", kinds == {"sliding_attention"} and not foreign))
+    jetspec = config.get("causal_head") or config.get("architectures") == ["JetSpecDraftModel"]
+    causal = config.get("is_causal", config.get("causal", jetspec or kinds == {"sliding_attention"} and not foreign))
     options = {
         "elements": config["block_size"],
         "mask": config.get("mask_token_id"),
-        "anchored": bool(config.get("sample_from_anchor", kind != "none")),
+        "anchored": bool(config.get("sample_from_anchor", kind in ("markov", "recurrent"))),
+        "candidates": config.get("selector_top_k"),
         "correction": kind,
         "causal": bool(causal),
     }
@@ -169,12 +172,20 @@ def block_shapes(reading: Reading, on: Sizes) -> Reading:
     shapes |= vocabulary_shapes(DV, V)
     if kind == "markov":
         shapes |= {f"markov_head.markov_w{i}.weight": (size, config["markov_rank"]) for i, size in ((1, V), (2, DV))}
+    if kind == "selector":
+        rank = config["selector_rank"]
+        shapes |= {f"candidate_selector.{name}_codebook": (V, rank) for name in ("predecessor", "successor")}
+        shapes |= {"candidate_selector.hidden_projection.weight": (rank, D)}
     if kind == "recurrent":
         G, rank = config["gru_hidden_dim"], config["emb_dim"]
         shapes |= {"prefix_gru.weight_ih_l0": (3 * G, D), "prefix_gru.weight_hh_l0": (3 * G, G)}
         shapes |= {"embed_proj.0.weight": (rank, D + G), "embed_proj.2.weight": (V, rank)}
     for i in range(layer.layers):
         own = layer_shapes(layer, D, head_norms=True) | {"input_layernorm.weight": (D,)}
+        if taps := config.get("conv_kernel_size"):
+            for part in ("attention_conv", "mlp_conv"):
+                rows = 2 * taps * D // config["conv_group_size"]
+                own |= {f"{part}.base_kernel": (2, taps, D), f"{part}.kernel_projection.weight": (rows, D)}
         shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
     kinds = set(config.get("layer_types") or [])
     unbounded = "sliding_attention" not in kinds
@@ -238,7 +249,7 @@ def same(reading: Reading, on: Sizes) -> Reading:
 
 READERS: dict[str, Callable[[Files, Sizes], Reading]] = {
     "EAGLE-3": eagle3, "EAGLE-1/2": eagle, "Medusa": medusa, "IBM accelerator (MLP speculator)": mlp, "MTP modules": mtp,
-    "draft model": draft_model, "speculators": speculators, "DFlash, DSpark or Domino": block,
+    "draft model": draft_model, "speculators": speculators, "DFlash, DFlash2, DSpark or Domino": block,
 }  # fmt: skip
 """By the title of the layout."""
 SHAPES: dict[type[Any] | None, Callable[[Reading, Sizes], Reading]] = {
