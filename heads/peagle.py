@@ -52,7 +52,7 @@ class Peagle(FusedTapsDrafter):
     config: Config
     sequential = deepens = False
     all_depths_at_once = True
-    fixed_arguments = ("norm_before_residual", "sliding_window", "layer", "mask_token", "own_embedding")
+    fixed_arguments = ("norm_before_residual", "sliding_window", "layer", "mask_token")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         mask = backbone.vocab - 1 if config.mask_token is None else config.mask_token

@@ -50,6 +50,7 @@ BLOCK_ROW = Support("documented", "1.4.0rc1")
 
 TABLE: dict[tuple[str, str], Support | str] = {
     ("vllm", "eagle3"): Support("run", "0.32.0, 0.33.0", since="0.8.5"),
+    ("vllm", "peagle"): Support("read", "0.32.0, 0.33.0", note="needs the V1 model runner, the default on a CPU"),
     ("vllm", "eagle"): Support("run", "0.32.0, 0.33.0"),
     ("vllm", "dflash"): Support("run", "0.32.0", since="0.19", note="its CPU build norms the context's keys wrongly, see Verify"),
     ("vllm", "dspark"): Support("read", "0.32.0, 0.33.0", note=V2_RUNNER),
@@ -153,11 +154,11 @@ class Served:
 
 def speculative_config(served: Served) -> dict[str, Any]:
     """Return vLLM's ``speculative_config`` for these heads."""
-    methods = {"pard": "draft_model", "mlp": "mlp_speculator"}
+    methods = {"pard": "draft_model", "mlp": "mlp_speculator", "peagle": "eagle3"}
     config: dict[str, Any] = {"method": methods.get(served.method, served.method), "num_speculative_tokens": served.depth}
     if served.method != "mtp":
         config["model"] = served.folder
-    return config | ({"parallel_drafting": True} if served.method == "pard" else {})
+    return config | ({"parallel_drafting": True} if served.method in ("pard", "peagle") else {})
 
 
 def _vllm(served: Served) -> str:

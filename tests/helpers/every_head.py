@@ -15,6 +15,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("block", {"correction": "markov"}),
     ("block", {"correction": "recurrent"}),
     ("draft_model", {"parallel": True}),
+    ("peagle", {"own_embedding": True, "draft_vocab_size": 2048}),
     ("hydra", {"prefix_attention": False}),
 ]
 """Further argument sets whose drafts are computed in another way."""
