@@ -62,6 +62,7 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("vllm", "mlp"): Support("documented", "0.9.1", until="0.9.2", note="0.10 removed the V0 engine, which ran them"),
     ("vllm", "hydra"): NO_MODULE,
     ("sglang", "eagle3"): Support("run", "0.5.23", note="the module alone was run"),
+    ("sglang", "peagle"): "it drafts with EAGLE heads one token a pass",
     ("sglang", "eagle"): Support("run", "0.5.23", note="the module alone was run"),
     ("sglang", "dflash"): Support("read", "0.5.23"),
     ("sglang", "dspark"): Support("read", "0.5.23"),
@@ -73,6 +74,7 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("sglang", "mlp"): NO_MODULE,
     ("sglang", "hydra"): NO_MODULE,
     ("trtllm", "eagle3"): Support("read", "main of 2026", note="the PyTorch backend"),
+    ("trtllm", "peagle"): NO_MODULE,
     ("trtllm", "eagle"): Support(
         "documented", "1.2.1", until="1.2.1", note="the TensorRT backend, removed since, read them; the PyTorch backend reads EAGLE-3 only"
     ),

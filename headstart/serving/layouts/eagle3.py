@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle import BIAS
@@ -40,7 +40,8 @@ STATES = [
 class Eagle3(Layout):
     """Architecture ``LlamaForCausalLMEagle3``, layers counted in both ways in use."""
 
-    name, title, methods, engines = "eagle3", "EAGLE-3", ("eagle3",), ("vllm", "sglang", "trtllm")
+    name, title, methods = "eagle3", "EAGLE-3", ("eagle3",)
+    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang", "trtllm")
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         reasons = {}
@@ -92,7 +93,8 @@ class Eagle3(Layout):
 class Peagle(Eagle3):
     """EAGLE-3's architecture with ``parallel_drafting``; of the engines vLLM alone knows it."""
 
-    name, title, methods, engines = "peagle", "P-EAGLE", ("peagle",), ("vllm",)
+    name, title, methods = "peagle", "P-EAGLE", ("peagle",)
+    engines = ("vllm",)
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         return {}
