@@ -2,8 +2,8 @@
 
 The pairs up to the root are EAGLE-3's, and the last one drafts depth 0. After it follow ``depth - 1`` mask pairs, the k-th of which
 drafts depth k: in place of a token and the backbone's taps, which are not known yet, they have a mask token and one trained vector of
-taps, ``mask_hidden``. A mask pair attends to the pairs up to the root and to the masks before it. As in PARD (2504.18583) masks are
-trained at sampled anchors, so that few are added to a sequence; the real pairs of a row are computed once for all of them.
+taps, ``mask_hidden``. A mask pair attends to the pairs up to the root and to the masks before it. Depth 0 is trained at all positions;
+masks are trained at sampled anchors, so that few are added to a sequence, and the real pairs of a row are computed once for all of them.
 
 Names are those of EAGLE-3 and ``mask_hidden``, as vLLM expects. Heads trained by speculators also have an embedding of their own.
 
@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 
@@ -42,8 +41,8 @@ class Peagle(FusedTapsDrafter):
         """Tokens drafted beyond the root: one at the root and one at each of the mask pairs, which are one fewer."""
         layers: Layers = 4
         """Decoder layers; a later one reads the output of the one before."""
-        anchor_share: Annotated[float, Gt(0), Le(1)] = 0.25
-        """Share of the label positions at which a step trains a draft."""
+        deeper_share: Annotated[float, Gt(0), Le(1)] = 0.5
+        """Share of the label positions, drawn anew at each step, at which depths after the first, the mask pairs, are trained."""
         mask_token: Annotated[int, Ge(0)] | None = None
         """Token of the mask pairs (null: the last of the vocabulary, which is padding in many models)."""
         own_embedding: bool = False
@@ -59,7 +58,7 @@ class Peagle(FusedTapsDrafter):
         if mask >= backbone.vocab:
             raise UserError(f"drafter.mask_token is a token of the vocabulary, from 0 to {backbone.vocab - 1}; got {mask}")
         super().__init__(backbone, config.model_copy(update={"mask_token": mask}))
-        self.mask_token, self.anchor_share = mask, config.anchor_share
+        self.mask_token, self.deeper_share = mask, config.deeper_share
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, self.fc.in_features))
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(backbone.vocab, backbone.dim)
@@ -81,9 +80,22 @@ class Peagle(FusedTapsDrafter):
     # Training.
 
     def forward(self, features: Features, at: Anchors | None = None) -> list[Tensor]:
-        tokens_BT, N = features.tokens_BT, self.trained_depth - 1
         if at is None:
-            return dense_from_anchors(lambda anchors: self.forward(features, anchors), tokens_BT)
+            return dense_from_anchors(lambda anchors: self.forward(features, anchors), features.tokens_BT)
+        text_BTD, masks_MND = self._train(features, at)
+        return [text_BTD[at.row_M, at.position_M], *masks_MND.unbind(1)]
+
+    def forward_deeper(self, features: Features, deeper: Anchors) -> list[Tensor]:
+        text_BTD, masks_MND = self._train(features, deeper)
+        return [text_BTD[:, : max(text_BTD.shape[1] - 2, 0)], *masks_MND.unbind(1)]
+
+    def forward_dense(self, features: Features, place_BR: Tensor | None = None) -> list[Tensor]:
+        assert place_BR is None, "a pass over places is EAGLE-3's"
+        return self.forward(features)
+
+    def _train(self, features: Features, at: Anchors) -> tuple[Tensor, Tensor]:
+        """Return the output ``[B, T, D]`` at the real pairs and ``[M, N, D]`` at the mask pairs of every anchor."""
+        tokens_BT, N = features.tokens_BT, self.trained_depth - 1
         (B, T), device, window = tokens_BT.shape, tokens_BT.device, self.config.sliding_window
         blocks = divide(features.document_BT, (B, self.layer_config.num_attention_heads, T), device, window)
         next_BT = tokens_BT.roll(-1, 1)  # at a row's last position, from which nothing is drafted, it is any token
@@ -91,12 +103,7 @@ class Peagle(FusedTapsDrafter):
         layout = lay_out(at, tokens_BT, features.document_BT, N, True, window)
         positions_MN = at.position_M[:, None] + 1 + torch.arange(N, device=device)
         rotation = rotary_at(self.cached.rotary.table(T + N, device), positions_MN)
-        masks_MND = self.checkpointed(self._train_masks)(known, rotation, layout)
-        return [text_BTD[at.row_M, at.position_M], *masks_MND.unbind(1)]
-
-    def forward_dense(self, features: Features, place_BR: Tensor | None = None) -> list[Tensor]:
-        assert place_BR is None, "depths are not trained apart"
-        return self.forward(features)
+        return text_BTD, self.checkpointed(self._train_masks)(known, rotation, layout)
 
     def _train_masks(self, known: Pass, rotation: Rotation, layout: BlockLayout) -> Tensor:
         """Return the output ``[M, N, D]`` at the mask pairs of every anchor; ``known``: each layer's keys and values of the real pairs."""
@@ -118,7 +125,7 @@ class Peagle(FusedTapsDrafter):
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
         (B, _), K, device = tokens_BN.shape, self.trained_depth, tokens_BN.device
-        embedded_BKD = self.embed(F.pad(tokens_BN[:, :1], (0, K - 1), value=self.mask_token))
+        embedded_BKD = self.embed(torch.cat([tokens_BN[:, :1], tokens_BN.new_full((B, K - 1), self.mask_token)], 1))
         state_BKD = torch.cat([state.pending_BD[:, None], self._mask_state().expand(B, K - 1, -1)], 1)
         offsets_K, seen_BKK = torch.arange(K, device=device), seen_elements(K, True, device).expand(B, -1, -1)
         nodes = NodeSlots.block(state.caches[0], seen_BKK, offsets_K, self.config.sliding_window)
