@@ -50,7 +50,7 @@ BLOCK_ROW = Support("documented", "1.4.0rc1")
 
 TABLE: dict[tuple[str, str], Support | str] = {
     ("vllm", "eagle3"): Support("run", "0.32.0, 0.33.0", since="0.8.5"),
-    ("vllm", "peagle"): Support("read", "0.32.0, 0.33.0", note="needs the V1 model runner, the default on a CPU"),
+    ("vllm", "peagle"): Support("run", "0.32.0", note="needs the V1 model runner, the default on a CPU"),
     ("vllm", "eagle"): Support("run", "0.32.0, 0.33.0"),
     ("vllm", "dflash"): Support("run", "0.32.0", since="0.19", note="its CPU build norms the context's keys wrongly, see Verify"),
     ("vllm", "dspark"): Support("read", "0.32.0, 0.33.0", note=V2_RUNNER),
