@@ -63,6 +63,10 @@ class AutoregressiveDrafter(Drafter):
     def streams(self, embedded_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, ...]:
         """Return what the first layer reads of the pairs (`DecoderLayer.inputs`); the last is the residual stream."""
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embed tokens, by default as the backbone does."""
+        return self.backbone.embed(tokens)
+
     def next_state(self, hidden: Tensor) -> Tensor:
         """Return the state that stands in for the backbone's at the next depth, from the layers' output ``[..., D]``."""
         return hidden
@@ -74,7 +78,7 @@ class AutoregressiveDrafter(Drafter):
         T, state_BTD = features.tokens_BT.shape[1], self.train_states(features)
         if T < 3:
             return [state_BTD[:, :0] for _ in range(self.trained_depth)]
-        embedded_BTD = self.backbone.embed(features.tokens_BT)
+        embedded_BTD = self.embed(features.tokens_BT)
         shape = (len(state_BTD), self.layer_config.num_attention_heads, T - 2)
         blocks = divide(features.document_BT, shape, state_BTD.device, self.cached.window)
         passes: list[Pass] = []
@@ -130,13 +134,13 @@ class AutoregressiveDrafter(Drafter):
         else:
             before_BTD = torch.where((offsets_BT == 0)[..., None], state.pending_BD[:, None], before_BTD)
             last_BD = torch.where((counts_B > 0)[:, None], last_BD, state.pending_BD)
-        streams = self.streams(self.backbone.embed(tokens_BT.gather(1, offsets_BT)), before_BTD)
+        streams = self.streams(self.embed(tokens_BT.gather(1, offsets_BT)), before_BTD)
         return State(self.cached.extend(caches, streams, offsets_BT, new_B), last_BD)
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
         nodes = self.cached.nodes_below(state.caches, state.nodes if depth else None, parents_BN, depth)
         before_BND = of_parents(state.pending_BD[:, None], state.hidden_BND if depth else None, parents_BN)
-        streams = self.streams(self.backbone.embed(tokens_BN), before_BND)
+        streams = self.streams(self.embed(tokens_BN), before_BND)
         hidden_BND, caches = self.cached.attend_nodes(state.caches, streams, nodes, depth)
         return hidden_BND, replace(state, caches=caches, hidden_BND=self.next_state(hidden_BND), nodes=nodes)
 

@@ -13,6 +13,7 @@ Shape suffixes: B batch, T positions, D width, X taps concatenated.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -38,52 +39,48 @@ from headstart.heads.layers.start_values import (
     tap_sizes,
 )
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
-from headstart.support.config import Depth, Size
+from headstart.support.config import Depth, Layers, Size
 from headstart.support.errors import UserError
 
 SECOND_NORM, ITS_COPY = "layers.1.input_layernorm.weight", "layers.1.hidden_norm.weight"
 """The second layer's input norm: vLLM reads the first name, SGLang and TensorRT-LLM the second, so it is stored under both."""
 
 
-class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
-    """One or two layers, applied once per depth to their own output."""
+class FusedTapsConfig(OwnReadoutConfig):
+    """Arguments of EAGLE-3 and of heads that change how it drafts."""
 
-    class Config(OwnReadoutConfig):
-        depth: Depth = 5
-        """Passes of the training-time test: tokens drafted beyond the root."""
-        deeper_share: Annotated[float, Gt(0), Le(1)] = 1.0
-        """Share of the label positions, drawn anew at each step, at which depths after the first are trained."""
-        taps: tuple[int, ...] | None = None
-        """Layers whose residual stream is read, counted from 0, the embedding (null: ``(2, L//2, L-3)``)."""
-        intermediate_size: Size | None = None
-        """Width of the feed-forward part (null: the backbone's)."""
-        layers: Annotated[int, Ge(1), Le(2)] = 1
-        """Decoder layers; the second reads the first one's output."""
-        sliding_window: Annotated[int, Ge(1)] | None = None
-        """Positions up to its own that a position attends to, in training and decoding; at least ``depth`` (null: all)."""
-        fc_norm: bool = False
-        """Norm each tap before they are fused (EAGLE-3.1)."""
-        norm_before_fc: bool = False
-        """Norm the concatenated taps before they are fused, with one norm over all of them."""
-        norm_output: bool = True
-        """Feed back the state after the final norm, as EAGLE-3.1 (false: before it, as the original EAGLE-3)."""
-        norm_before_residual: bool = False
-        """The normed state enters the residual stream, as in heads trained by speculators; of the engines only vLLM computes this."""
-        qk_norm: bool = False
-        """Norm queries and keys per head, as in Qwen3; of the engines only vLLM computes this."""
-        layer: LayerShape | None = None
-        """Shape of the decoder layers (null: the backbone's); heads trained elsewhere may differ in it."""
+    taps: tuple[int, ...] | None = None
+    """Layers whose residual stream is read, counted from 0, the embedding (null: ``(2, L//2, L-3)``)."""
+    intermediate_size: Size | None = None
+    """Width of the feed-forward part (null: the backbone's)."""
+    layers: Layers = 1
+    """Decoder layers; a later one reads the output of the one before."""
+    sliding_window: Annotated[int, Ge(1)] | None = None
+    """Positions up to its own that a position attends to, in training and decoding; at least ``depth`` (null: all)."""
+    fc_norm: bool = False
+    """Norm each tap before they are fused (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """Norm the concatenated taps before they are fused, with one norm over all of them."""
+    norm_before_residual: bool = False
+    """The normed state enters the residual stream, as in heads trained by speculators; of the engines only vLLM computes this."""
+    qk_norm: bool = False
+    """Norm queries and keys per head, as in Qwen3; of the engines only vLLM computes this."""
+    layer: LayerShape | None = None
+    """Shape of the decoder layers (null: the backbone's); heads trained elsewhere may differ in it."""
 
-    config: Config
+
+class FusedTapsDrafter(AutoregressiveDrafter, OwnReadoutDrafter):
+    """Base class: decoder layers over pairs of embeddings and fused taps, with an output layer of their own."""
+
+    config: FusedTapsConfig
     reads_hidden = False
     readout_lr_ratio = 0.3
-    fixed_arguments = ("norm_output", "norm_before_residual", "sliding_window", "layer")
 
-    def __init__(self, backbone: Backbone, config: Config) -> None:
+    def __init__(self, backbone: Backbone, config: FusedTapsConfig) -> None:
         taps = _taps(config.taps, backbone.num_layers)
         super().__init__(backbone, config.model_copy(update={"taps": taps}))
         _require_consistent(config)
-        self.taps, self.deeper_share = taps, config.deeper_share
+        self.taps = taps
         self.layer_config: LlamaConfig = llama_like(backbone, config.intermediate_size, config.layer)
         D, eps = backbone.dim, self.layer_config.rms_norm_eps
         if config.fc_norm:
@@ -160,19 +157,17 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
     def streams(self, embedded_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:
         return embedded_BTD, self.midlayer.residual(state_BTD)
 
-    def next_state(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden) if self.config.norm_output else hidden
-
     def readouts(self) -> list[nn.Linear]:
         return [self.lm_head]
 
     def output_state(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
 
+    @abstractmethod
     def engine_config(self) -> dict[str, Any]:
         """Return a configuration for all engines that load EAGLE-3, with taps counted in both conventions in use."""
         config, window = self.config, self.config.sliding_window
-        norms = config.model_dump(include={"fc_norm", "norm_before_fc", "norm_output"})
+        norms = config.model_dump(include={"fc_norm", "norm_before_fc"})
         sliding = {} if window is None else {"sliding_window": window, "layer_types": ["sliding_attention"] * config.layers}
         eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]}
         return engine_fields(self.layer_config, self.fc.weight.dtype) | {
@@ -187,6 +182,33 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
             **sliding,
         }
 
+
+class Eagle3(FusedTapsDrafter):
+    """One or two layers, applied once per depth to their own output."""
+
+    class Config(FusedTapsConfig):
+        depth: Depth = 5
+        """Passes of the training-time test: tokens drafted beyond the root."""
+        deeper_share: Annotated[float, Gt(0), Le(1)] = 1.0
+        """Share of the label positions, drawn anew at each step, at which depths after the first are trained."""
+        layers: Annotated[int, Ge(1), Le(2)] = 1
+        """Decoder layers; the second reads the first one's output."""
+        norm_output: bool = True
+        """Feed back the state after the final norm, as EAGLE-3.1 (false: before it, as the original EAGLE-3)."""
+
+    config: Config
+    fixed_arguments = ("norm_output", "norm_before_residual", "sliding_window", "layer")
+
+    def __init__(self, backbone: Backbone, config: Config) -> None:
+        super().__init__(backbone, config)
+        self.deeper_share = config.deeper_share
+
+    def next_state(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def engine_config(self) -> dict[str, Any]:
+        return super().engine_config() | ({"norm_output": True} if self.config.norm_output else {})
+
     def tensors(self) -> dict[str, Tensor]:
         tensors = super().tensors()
         return tensors | {ITS_COPY: tensors[SECOND_NORM].clone()} if SECOND_NORM in tensors else tensors
@@ -198,7 +220,7 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
         super().load_tensors({name: tensor for name, tensor in tensors.items() if name != ITS_COPY or self.config.layers == 1})
 
 
-def _require_consistent(config: Eagle3.Config) -> None:
+def _require_consistent(config: FusedTapsConfig) -> None:
     """Raise UserError for arguments that exclude each other."""
     if config.sliding_window is not None and config.sliding_window < config.depth:
         window, depth = config.sliding_window, config.depth

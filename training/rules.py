@@ -45,7 +45,7 @@ from headstart.training.recipe.sections import Data
 from headstart.training.recipe.yaml_text import dump_yaml, merged, read_extended
 
 Tree = dict[str, Any]
-METHODS = ("eagle3", "block", "medusa", "medusa2", "hydra", "eagle", "mlp", "mtp", "draft_model")
+METHODS = ("eagle3", "peagle", "block", "medusa", "medusa2", "hydra", "eagle", "mlp", "mtp", "draft_model")
 ROWS = {"ultrachat": 207_865, "sharegpt": 68_000, "perfectblend": 500_000, "mix": 507_865}
 """Data presets of conversations, and how many they have."""
 TEXT, TEXT_TOKENS = "text", 118_000_000

@@ -58,7 +58,7 @@ class CachedLayer:
         cache = cache.on_device()
         offsets_BT = offsets_BT - counts_B[:, None]
         mask_BTS = cache.positions_BS[:, None] <= (cache.lengths_B[:, None] + offsets_BT)[..., None]
-        mask_BTS[..., 0] = True  # a row without positions would have no key
+        mask_BTS = mask_BTS | (torch.arange(cache.slots, device=mask_BTS.device) == 0)  # a row without positions would have no key
         query = self.layer.self_attn.queries(x_BTX, cache.rotation_at(offsets_BT))
         return self.layer.attend(query, state_BTD, x_BTX, cache.past, mask_BTS)
 

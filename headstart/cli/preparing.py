@@ -23,7 +23,7 @@ NEW_RECIPE_EXAMPLE = """examples:
 
 def add_new_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a GGUF file, a hub id, or 'embedded'")
-    methods = "eagle3 (default), block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
+    methods = "eagle3 (default), peagle, block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
     parser.add_argument("--method", default="eagle3", metavar="NAME", help=f"the heads: {methods}")
     parser.add_argument("--for", dest="engine", choices=("llama.cpp",), help="eagle3 heads that this engine reads (norm_output false)")
     data = "ultrachat, sharegpt, perfectblend, mix, text, a file of rows, or a dataset's name (default: ultrachat, or text without chat)"

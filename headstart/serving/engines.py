@@ -51,6 +51,7 @@ BLOCK_ROW = Support("documented", "1.4.0rc1")
 
 TABLE: dict[tuple[str, str], Support | str] = {
     ("vllm", "eagle3"): Support("run", "0.32.0, 0.33.0", since="0.8.5"),
+    ("vllm", "peagle"): Support("run", "0.32.0", note="needs the V1 model runner, the default on a CPU"),
     ("vllm", "eagle"): Support("run", "0.32.0, 0.33.0"),
     ("vllm", "dflash"): Support("run", "0.32.0", since="0.19", note="its CPU build norms the context's keys wrongly, see Verify"),
     ("vllm", "dflash2"): Support("read", "0.33.0", note=V2_RUNNER),
@@ -63,6 +64,7 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("vllm", "mlp"): Support("documented", "0.9.1", until="0.9.2", note="0.10 removed the V0 engine, which ran them"),
     ("vllm", "hydra"): NO_MODULE,
     ("sglang", "eagle3"): Support("run", "0.5.23", note="the module alone was run"),
+    ("sglang", "peagle"): "it drafts with EAGLE heads one token a pass",
     ("sglang", "eagle"): Support("run", "0.5.23", note="the module alone was run"),
     ("sglang", "dflash"): Support("read", "0.5.23"),
     ("sglang", "dflash2"): Support("read", "0.5.23"),
@@ -75,6 +77,7 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("sglang", "mlp"): NO_MODULE,
     ("sglang", "hydra"): NO_MODULE,
     ("trtllm", "eagle3"): Support("read", "main of 2026", note="the PyTorch backend"),
+    ("trtllm", "peagle"): NO_MODULE,
     ("trtllm", "eagle"): Support(
         "documented", "1.2.1", until="1.2.1", note="the TensorRT backend, removed since, read them; the PyTorch backend reads EAGLE-3 only"
     ),
@@ -158,11 +161,11 @@ class Served:
 
 def speculative_config(served: Served) -> dict[str, Any]:
     """Return vLLM's ``speculative_config`` for these heads."""
-    methods = {"pard": "draft_model", "mlp": "mlp_speculator", "dflash2": "dflash"}
+    methods = {"pard": "draft_model", "mlp": "mlp_speculator", "dflash2": "dflash", "peagle": "eagle3"}
     config: dict[str, Any] = {"method": methods.get(served.method, served.method), "num_speculative_tokens": served.depth}
     if served.method != "mtp":
         config["model"] = served.folder
-    return config | ({"parallel_drafting": True} if served.method == "pard" else {})
+    return config | ({"parallel_drafting": True} if served.method in ("pard", "peagle") else {})
 
 
 def _vllm(served: Served) -> str:

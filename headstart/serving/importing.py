@@ -62,7 +62,8 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     heads, exported = layout.parse(files, backbone, wishes.counting), files.folder / PROVENANCE
     stated = read_json(exported, "export the heads again") if exported.is_file() else None
     if depth := wishes.depth or (stated or {}).get("depth"):  # which layouts do not say
-        heads = heads.plus({"depth" if heads.arguments.get("parallel") else "draft_depth": depth})
+        whole = heads.kind == "peagle" or heads.arguments.get("parallel")
+        heads = heads.plus({"depth" if whole else "draft_depth": depth})
     readings = heads.readings()[: None if stated is None else 1]  # what Headstart has exported is read as engines do
     drafters = [build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype) for reading in readings]
     prompts, measured_on = prompts_for(backbone, wishes)

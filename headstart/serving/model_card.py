@@ -28,7 +28,7 @@ from headstart.support.files import require_file
 from headstart.support.hub import is_hub_id, reaching, resolve
 from headstart.support.json_text import log_lines, read_json
 
-UNCHANGED = ("eagle3", "draft_model", "pard")
+UNCHANGED = ("eagle3", "peagle", "draft_model", "pard")
 """Methods whose checkpoints engines load as they are, unless an adapter belongs to them; others are exported first."""
 SETTINGS = {"nodes", "width", "prompts", "temperature", "max_new_tokens"}
 """Keys of an evaluation's settings that are shown."""

@@ -26,6 +26,7 @@ HEADS = {
     "eagle3-whole-vocabulary": Heads("eagle3", ("drafter.draft_vocab_size=null",)),
     "eagle3.1-two-layers": Heads("eagle3", ("drafter.fc_norm=true", "drafter.norm_output=true", "drafter.layers=2")),
     "eagle3-for-llama.cpp": Heads("eagle3", ("drafter.norm_output=false", "train.steps=120", "train.batch_size=3")),
+    "peagle": Heads("peagle", ("train.steps=60",), depth=5),
     "eagle": Heads("eagle"),
     "medusa": Heads("medusa"),
     "dflash": Heads("block", ("drafter.correction=none",), depth=5),

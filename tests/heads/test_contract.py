@@ -43,6 +43,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + 
     ("medusa", {"draft_vocab_size": 23}),
     ("mlp", {"tie_weights": True, "inner_dim": 20, "scale_input": False, "draft_vocab_size": 23}),
     ("draft_model", {"parallel": True, "depth": 4}),
+    ("peagle", {"layers": 2, "depth": 3, "sliding_window": 6, "norm_before_fc": True, "draft_vocab_size": 23}),
+    ("peagle", {"layers": 1, "depth": 4, "own_embedding": True, "norm_before_residual": True, "qk_norm": True, "layer": OTHER_LAYER}),
 ]
 NAMES = [kind.rpartition(".")[2] + "".join(f"-{name}" for name in arguments) for kind, arguments in VARIANTS]
 each_drafter = pytest.mark.parametrize("kind,arguments", VARIANTS, ids=NAMES)
@@ -94,6 +96,7 @@ def test_on_one_family(kind: str, arguments: dict[str, Any], check: Callable[[Dr
 
 RECOMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("draft_model", {"layers": 2}), ("eagle3", {"layers": 2}), ("hydra", {"depth": 2}), ("mtp", {}), ("mtp", {"shared": False}),
+    ("peagle", {"layers": 2}),
 ]  # fmt: skip
 
 

@@ -27,6 +27,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("mlp", {"tie_weights": True, "depth": 1}, "drafter.tie_weights shares weights between depths, .* of at least 2; got 1"),
     ("block", {"depth": 7, "sliding_window": 6}, "drafter.sliding_window is at least 7, the length of a block"),
     ("block", {"draft_vocab_size": 20}, "draft_vocab_size"),
+    ("peagle", {"mask_token": 61}, "drafter.mask_token is a token of the vocabulary, from 0 to 60; got 61"),
+    ("peagle", {"depth": 1}, "drafter.depth"),
     ("medussa", {}, "did you mean 'medusa'"),
     ("no.such.module", {}, "no.such.module"),
     ("json.decoder", {}, "exactly one Drafter"),

@@ -16,6 +16,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("block", {"correction": "recurrent", "convolution": False}),
     ("block", {"correction": "selector", "convolution": False}),
     ("draft_model", {"parallel": True}),
+    ("peagle", {"own_embedding": True, "draft_vocab_size": 2048}),
     ("hydra", {"prefix_attention": False}),
 ]
 """Further argument sets whose drafts are computed in another way."""

@@ -19,6 +19,8 @@ DV, D = 23, 32
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"depth": 3}),
     "eagle3-small": ("eagle3", {"depth": 3, "draft_vocab_size": DV, "layers": 2, "fc_norm": True, "norm_output": True}),
+    "peagle": ("peagle", {"depth": 3, "layers": 2}),
+    "peagle-own": ("peagle", {"depth": 4, "layers": 3, "draft_vocab_size": DV, "own_embedding": True, "norm_before_fc": True}),
     "eagle": ("eagle", {}),
     "medusa": ("medusa", {"depth": 3}),
     "medusa-small": ("medusa", {"depth": 2, "layers": 2, "draft_vocab_size": DV}),

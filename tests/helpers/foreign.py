@@ -85,6 +85,23 @@ def speculators_eagle3(**changes: Any) -> tuple[dict[str, Any], Tensors]:
     return {**config, **changes}, tensors
 
 
+def vllm_peagle() -> tuple[dict[str, Any], Tensors]:
+    """P-EAGLE as vLLM's configurations have it: EAGLE-3's tensors and ``mask_hidden``, here without the first two dimensions of 1."""
+    config, tensors = safeailab_eagle3()
+    return {**config, "parallel_drafting": True, "ptd_token_id": 60}, tensors | {"mask_hidden": torch.randn(3 * D)}
+
+
+def speculators_peagle() -> tuple[dict[str, Any], Tensors]:
+    """As speculators trains it: two layers, an embedding of its own, and no word of norm_before_residual, which is false."""
+    config, tensors = speculators_eagle3(speculators_model_type="peagle", architectures=["PEagleDraftModel"], mask_token_id=59)
+    config["transformer_layer_config"]["num_hidden_layers"] = 2
+    later = layer("layers.1.") | {f"layers.1.self_attn.{name}_norm.weight": near_one(4) for name in "qk"}
+    tensors |= later | {"layers.1.input_layernorm.weight": near_one(D), "embed_tokens.weight": normal(VOCAB, D)}
+    return {key: value for key, value in config.items() if key != "norm_before_residual"}, tensors | {
+        "mask_hidden": torch.randn(1, 1, 3 * D)
+    }
+
+
 def medusa(heads: int = 3, layers: int = 1, own_output: bool = True) -> tuple[dict[str, Any], Tensors]:
     """FasterDecoding's, whose published configurations may state fewer heads than the file holds."""
     tensors: Tensors = {}

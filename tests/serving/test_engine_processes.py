@@ -86,6 +86,7 @@ def test_bad_input(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch)
     ("config", "method"),
     [
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "pard_token": 3}, "eagle3"),
         ({"architectures": ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"]}, "eagle"),
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 0}}, "dflash"),
         ({"architectures": ["Qwen3DSparkModel"], "dflash_config": {"mask_token_id": 0}}, "dspark"),

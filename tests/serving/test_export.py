@@ -19,7 +19,8 @@ from headstart.serving.layouts.files import PROVENANCE
 from headstart.support.files import file_hash
 
 COPIED = {
-    "eagle3": "vllm sglang trtllm", "eagle3-small": "vllm", "eagle": "vllm sglang", "dflash": "vllm sglang trtllm", "dspark": "vllm sglang",
+    "eagle3": "vllm sglang trtllm", "eagle3-small": "vllm", "peagle": "vllm",
+    "eagle": "vllm sglang", "dflash": "vllm sglang trtllm", "dspark": "vllm sglang",
     "dflash2": "vllm sglang", "domino": "sglang", "draft_model": "vllm sglang trtllm transformers", "pard": "vllm trtllm", "mlp": "tgi",
 }  # fmt: skip
 """Heads whose checkpoint an engine reads as it is."""
@@ -63,6 +64,8 @@ def test_launch_lines(home: Path, tmp_path: Path) -> None:
     assert '"num_speculative_tokens": 4' in block  # a block of another length gives other drafts
     pard = exported(home, "pard", "vllm", tmp_path / "d")[0]["launch"]["vllm"]["line"]
     assert '"parallel_drafting": true' in pard and '"method": "draft_model"' in pard
+    peagle = exported(home, "peagle", "vllm", tmp_path / "f")[0]["launch"]["vllm"]["line"]
+    assert '"parallel_drafting": true' in peagle and '"method": "eagle3"' in peagle
 
 
 def test_paths_of_a_launch_line_are_absolute(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,8 @@ LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict
     "eagle1": (foreign.safeailab_eagle1, "eagle", {"bias": True}),
     "eagle3": (foreign.safeailab_eagle3, "eagle3", {"taps": [1, 4, 6], "draft_vocab_size": DV, "norm_before_residual": False}),
     "speculators": (foreign.speculators_eagle3, "eagle3", {"norm_before_residual": True, "qk_norm": True, "depth": 4}),
+    "peagle": (foreign.vllm_peagle, "peagle", {"mask_token": 60, "layers": 1, "own_embedding": False, "draft_vocab_size": DV}),
+    "speculators-peagle": (foreign.speculators_peagle, "peagle", {"depth": 4, "mask_token": 59, "layers": 2, "own_embedding": True}),
     "medusa": (foreign.medusa, "medusa", {"depth": 3, "layers": 1}),
     "accelerator": (lambda: foreign.accelerator(False), "mlp", {"depth": 3, "inner_dim": 20}),
     "accelerator-tied": (lambda: foreign.accelerator(True), "mlp", {"tie_weights": True}),
@@ -79,7 +81,7 @@ def imported(folder: Path, home: Path, on: Backbone, out: Path, **wishes: Any) -
     return importer.import_heads(str(folder), str(home), out, lambda: on, importer.Wishes(new_tokens=6, **wishes))
 
 
-@pytest.mark.matrix(cells=4)
+@pytest.mark.matrix(cells=5)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_imported_heads_draft_what_their_files_say(home: Path, on: Backbone, tmp_path: Path, name: str) -> None:
     make, kind, arguments = LAYOUTS[name]

@@ -27,7 +27,8 @@ from headstart.training.recipe.recipe import load_recipe, split_drafter
 
 TRIPS = [
     ("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "trtllm"), ("eagle3", "speculators"), ("eagle3-small", "vllm"),
-    ("eagle3-small", "speculators"), ("eagle", "vllm"), ("eagle", "sglang"), ("medusa", "medusa"), ("mlp", "mlp-speculator"),
+    ("eagle3-small", "speculators"), ("peagle", "vllm"), ("peagle", "speculators"), ("peagle-own", "vllm"), ("peagle-own", "speculators"),
+    ("eagle", "vllm"), ("eagle", "sglang"), ("medusa", "medusa"), ("mlp", "mlp-speculator"),
     ("dflash", "vllm"), ("dflash", "dflash-hf"), ("dflash", "speculators"), ("dspark", "vllm"), ("dspark", "speculators"),
     ("dflash2", "vllm"), ("dflash2", "sglang"), ("dflash2", "speculators"),
     ("domino", "sglang"), ("mtp", "mtp-stitch"), ("draft_model", "vllm"), ("pard", "vllm"),

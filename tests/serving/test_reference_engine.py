@@ -26,6 +26,8 @@ HEADS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "eagle3", {"fc_norm": True, "norm_output": True, "taps": [0, 1, 4, 6]}),
     ("llama", "eagle3", {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True}),
     ("llama", "eagle3", {"norm_before_residual": True, "layer": OTHER_LAYER}),
+    ("llama", "peagle", {"depth": 3, "layers": 2, "fc_norm": True, "own_embedding": True}),
+    ("qwen3", "peagle", {"depth": 4, "layers": 3, "sliding_window": 5, "draft_vocab_size": 23, "qk_norm": True, "mask_token": 7}),
     ("gemma3", "eagle", {"depth": 3}),
     ("gpt2", "medusa", {"layers": 2, "draft_vocab_size": 23}),
     ("llama", "mlp", {}),

@@ -27,8 +27,8 @@ DEPTH, NEW_TOKENS, SHARE = 4, 61, 0.9
 PROMPT = "import os\nimport sys\n\n"
 OBJECTIVE = Objective(terms={"ce": 1.0}, depth_weights="geometric", depth_decay=1.0)
 TRAIN = Train(steps=30, optimizer="muon", lr=2e-2, min_lr_ratio=0.01)
-FEWER = {"eagle3": 16, "medusa": 16}
-"""Steps of the heads that learn faster."""
+LENGTHS = {"eagle3": 16, "medusa": 16, "peagle": 45}
+"""Steps of the heads that learn faster, and of those that learn at half of the positions in each."""
 HEADS = [*every_head(DEPTH), *((kind, {"depth": DEPTH}) for kind in STRANGERS)]
 HEADS += [(kind, {**dict(every_head(DEPTH))[kind], **arguments}) for kind, arguments in VARIANTS]
 HEADS.sort(key=lambda head: head[0] != "medusa")  # the first is the fast one
@@ -93,5 +93,5 @@ def test_one_conversation_is_learnt(conversation: Conversation, kind: str, argum
     drafter = build_drafter(kind, conversation.backbone, arguments)
     if drafter.vocabulary is not None:
         drafter.use_vocabulary(conversation.frequent(len(drafter.vocabulary)))
-    overfit(drafter, conversation, TRAIN.model_copy(update={"steps": FEWER.get(kind, TRAIN.steps)}))
+    overfit(drafter, conversation, TRAIN.model_copy(update={"steps": LENGTHS.get(kind, TRAIN.steps)}))
     assert accepted(drafter, conversation) >= SHARE

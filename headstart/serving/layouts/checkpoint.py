@@ -24,6 +24,7 @@ from headstart.support.json_text import read_json
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 METHODS = {
     "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
     "eagle": "EAGLE-1",
     "dflash": "DFlash",
     "dflash2": "DFlash2",

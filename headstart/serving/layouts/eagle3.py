@@ -5,6 +5,8 @@ vLLM, SGLang and TensorRT-LLM load the checkpoint as it is, SafeAILab's own code
 What a file leaves open is read every way that fits: the counting of layer ids, whether ``norm_output`` is an engine's or SpecForge's, and
 for a later layer which of two norms is its input norm.
 
+P-EAGLE adds ``mask_hidden`` and a mask token, and may have an embedding of its own. Engines look for the token under several names.
+
 EAGLE-1 and EAGLE-2 are likewise as SafeAILab, vLLM and SGLang have them: ``fc`` over embedding and hidden state, and one layer without an
 input norm. The checkpoint as it is has a zero ``fc.bias`` for SGLang.
 """
@@ -12,7 +14,8 @@ input norm. The checkpoint as it is has a zero ``fc.bias`` for SGLang.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle import BIAS
@@ -25,6 +28,8 @@ from headstart.support.errors import UserError
 
 FIRST_NORM = ("layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight")
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of the mask token of parallel drafts: speculators', and those of vLLM."""
 STATES = [
     Choice("norm_output feeds back the normed state", {"norm_output": True}),
     Choice("norm_output, as of SpecForge, is of the output layer's input alone", {"norm_output": False}),
@@ -35,7 +40,8 @@ STATES = [
 class Eagle3(Layout):
     """Architecture ``LlamaForCausalLMEagle3``, layers counted in both ways in use."""
 
-    name, title, methods, engines = "eagle3", "EAGLE-3", ("eagle3",), ("vllm", "sglang", "trtllm")
+    name, title, methods = "eagle3", "EAGLE-3", ("eagle3",)
+    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang", "trtllm")
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
         reasons = {}
@@ -61,7 +67,7 @@ class Eagle3(Layout):
         _require_computed(files, config, nested, backbone)
         tensors = {_ours(name): tensor for name, tensor in files.read().items()}
         heads = _with_later_norms(Heads("eagle3", {}, tensors, {_ours(name): name for name in files.shapes}, open=(taps,)))
-        heads = without_copies(heads, backbone, path, "embed_tokens.weight")
+        heads = self.embedding(heads, backbone, path)
         if "lm_head.weight" not in tensors:
             output = {"lm_head.weight": backbone.unembed.weight.detach().cpu()}
             heads = heads.plus(tensors=output, notes=["lm_head is missing and was copied from the backbone"])
@@ -79,12 +85,53 @@ class Eagle3(Layout):
             "sliding_window": sliding_window(config, backbone.max_positions or 0, path),
         })  # fmt: skip
 
+    def embedding(self, heads: Heads, backbone: Backbone, path: str) -> Heads:
+        """Return the heads without their copy of the backbone's embedding. Raises UserError for another one."""
+        return without_copies(heads, backbone, path, "embed_tokens.weight")
+
+
+class Peagle(Eagle3):
+    """EAGLE-3's architecture with ``parallel_drafting``; of the engines vLLM alone knows it."""
+
+    name, title, methods = "peagle", "P-EAGLE", ("peagle",)
+    engines = ("vllm",)
+
+    def unread(self, heads: Checkpoint) -> dict[str, str]:
+        return {}
+
+    def recognises(self, files: Files) -> bool:
+        parallel = "mask_hidden" in files.shapes or files.config.get("parallel_drafting")
+        return bool(parallel) and "transformer_layer_config" not in files.config and super().recognises(files)
+
+    def parse(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> Heads:
+        return self.of(files, files.config, backbone, tap_choices(files.config, backbone.num_layers, counting, files.path))
+
+    def of(self, files: Files, config: Mapping[str, Any], backbone: Backbone, taps: list[Choice]) -> Heads:
+        heads, width = super().of(files, config, backbone, taps), len(taps[0].arguments["taps"]) * backbone.dim
+        stated = {key: config[key] for key in MASKS if config.get(key) is not None}
+        if len({*stated.values()}) != 1:
+            found = ", ".join(f"{key} {value}" for key, value in stated.items()) or "none"
+            raise UserError(
+                f"{files.path} drafts in parallel and names one mask token in config.json, as {' or '.join(MASKS)}; got {found}"
+            )
+        hidden = heads.tensors.get("mask_hidden")
+        if hidden is None or hidden.numel() != width:
+            found = "no mask_hidden" if hidden is None else f"mask_hidden {list(hidden.shape)}"
+            raise UserError(f"{files.path} drafts in parallel and has {found}; expected is mask_hidden [1, 1, {width}]: fetch it again")
+        arguments = {key: value for key, value in heads.arguments.items() if key != "norm_output"}  # no state is fed back
+        heads = replace(heads, kind="peagle", arguments=arguments).without([ITS_COPY])
+        return heads.plus({"mask_token": next(iter(stated.values()))}, {"mask_hidden": hidden.reshape(1, 1, width)})
+
+    def embedding(self, heads: Heads, backbone: Backbone, path: str) -> Heads:
+        """Return the heads without a copy of the backbone's embedding, or with an embedding of their own."""
+        found = heads.tensors.get("embed_tokens.weight")
+        own = found is not None and not found.equal(backbone.embed.weight.detach().to("cpu", found.dtype))
+        return heads.plus({"own_embedding": True}) if own else super().embedding(heads, backbone, path)
+
 
 def _require_computed(files: Files, config: Mapping[str, Any], nested: Mapping[str, Any], backbone: Backbone) -> None:
     """Raise UserError for what eagle3 heads here do not compute."""
     width, scale = config.get("hidden_size", backbone.dim), config.get("logit_scale")
-    if "mask_hidden" in files.shapes or config.get("parallel_drafting") or config.get("ptd_token_id") is not None:
-        raise UserError(f"{files.path} drafts all tokens in parallel (P-EAGLE), which eagle3 heads here do not")
     if not nested.get("use_aux_hidden_state", True):
         raise UserError(f"{files.path} reads the final hidden state alone (use_aux_hidden_state false), which eagle3 heads here do not")
     if width != backbone.dim:

@@ -2,7 +2,7 @@
 
 There is no ``model_type`` beside the configuration of the layers, since vLLM takes a folder with one for an ordinary model.
 ``norm_before_residual`` is stated because vLLM's default here is true and speculators' false: a file without it is read both ways. EAGLE-3
-heads carry the backbone's embedding, which speculators leaves uninitialised where it is missing.
+heads carry the backbone's embedding, which speculators leaves uninitialised where it is missing; P-EAGLE heads that or their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headstart.heads.backbone.model_config import load_config
 from headstart.heads.backbone.native_mtp import LAYOUTS
 from headstart.serving.layouts.block import Block, odd_parts
 from headstart.serving.layouts.checkpoint import Checkpoint
-from headstart.serving.layouts.eagle3 import Eagle3, has_qk_norm, tap_choices
+from headstart.serving.layouts.eagle3 import Eagle3, Peagle, has_qk_norm, tap_choices
 from headstart.serving.layouts.files import Files, write_folder
 from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, unscaled_embedding
 from headstart.serving.layouts.parts import IDS
@@ -28,18 +28,26 @@ LAYER_KEYS = (
     "bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tie_word_embeddings", "sliding_window", "layer_types",
     "use_sliding_window",
 )  # fmt: skip
-CLASSES = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
+CLASSES = {
+    "eagle3": "Eagle3Speculator",
+    "peagle": "PEagleSpeculator",
+    "dflash": "DFlashSpeculator",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkSpeculator",
+}
 SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "final_logit_softcapping")
 """Keys of DFlash2, which are in ``dflash_config`` elsewhere."""
+PAIRS = ("eagle3", "peagle")
+ADDED = ", and the backbone's embedding is added, which speculators needs"
 KIND, RESIDUAL = "speculators_model_type", "norm_before_residual"
 MTP_NAMES = {"input_proj": "eh_proj", "hidden_layernorm": "hnorm", "token_layernorm": "enorm", "final_layernorm": "norm"}
 """Modules of ``mtp_layers.0.``; others are of the decoder layer."""
 
 
 class Speculators(Layout):
-    """EAGLE-3, DFlash, DFlash2 and DSpark; MTP modules are read too."""
+    """EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark; MTP modules are read too."""
 
-    name, title, methods, engines = "speculators", "speculators", ("eagle3", "dflash", "dflash2", "dspark"), ("vllm",)
+    name, title, methods, engines = "speculators", "speculators", ("eagle3", "peagle", "dflash", "dflash2", "dspark"), ("vllm",)
 
     def write(self, heads: Checkpoint, folder: Path) -> list[str]:
         config, tensors, notes = heads.config, heads.tensors, ["the configuration is that of speculators 0.9"]
@@ -54,15 +62,17 @@ class Speculators(Layout):
             "speculators_config": _proposal(heads),
         }
         layers = {key: config[key] for key in LAYER_KEYS if key in config}
-        if heads.method == "eagle3":  # a later layer's hidden_norm is a copy that SGLang alone reads
+        if heads.method in PAIRS:  # a later layer's hidden_norm is a copy that SGLang alone reads
             kept = {name: x for name, x in tensors.items() if not (name.startswith("layers.") and name.endswith(".hidden_norm.weight"))}
             tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in kept.items()}
-            tensors["embed_tokens.weight"] = heads.ends.embed.weight.detach().to(tensors["fc.weight"].dtype)
+            trained = "embed_tokens.weight" in tensors
+            tensors.setdefault("embed_tokens.weight", heads.ends.embed.weight.detach().to(tensors["fc.weight"].dtype))
             own = {key: bool(config.get(key)) for key in ("norm_before_fc", "fc_norm", "norm_output", RESIDUAL)}
-            own |= {"embed_requires_grad": False, IDS: config[IDS]}
+            own |= {"embed_requires_grad": trained, IDS: config[IDS]}
+            own |= {"mask_token_id": config["mask_token_id"]} if heads.method == "peagle" else {}
             layers["num_aux_hidden_states"] = config["num_aux_hidden_states"]  # vLLM reads it here only
             layers["model_type"] = "qwen3" if has_qk_norm(config) else "llama"
-            notes.append("midlayer. is written as layers.0., and the backbone's embedding is added, which speculators needs")
+            notes.append(f"midlayer. is written as layers.0.{ADDED * (not trained)}")
         else:
             own = _block_config(config)
             if config["dflash_config"].get("causal"):  # here layers with a window are causal inside a block, others never
@@ -73,7 +83,7 @@ class Speculators(Layout):
         return notes
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
-        if heads.method == "eagle3":  # which norms the embedding
+        if heads.method in PAIRS:  # which norm the embedding
             return {}
         return unscaled_embedding(heads, self.engines) | odd_parts(heads, self.engines)
 
@@ -92,13 +102,13 @@ class Speculators(Layout):
         elif kind not in CLASSES:
             raise UserError(f"{path} holds heads of speculators' type {kind!r}; the import reads {', '.join(CLASSES)} and mtp")
         else:
-            ids = {IDS: config.get(IDS if kind == "eagle3" else "aux_hidden_state_layer_ids")}
+            ids = {IDS: config.get(IDS if kind in PAIRS else "aux_hidden_state_layer_ids")}
             (stated,) = tap_choices(ids, backbone.num_layers, "hs" if counting is None else counting, path)
             taps = [Choice("", stated.arguments)]
-            if kind != "eagle3":
+            if kind not in PAIRS:
                 return _block(files, flat, backbone, taps, anchored=kind == "dspark")
-            heads = Eagle3().of(files, flat, backbone, taps)
-            if config.get(RESIDUAL) is None:
+            heads = (Eagle3() if kind == "eagle3" else Peagle()).of(files, flat, backbone, taps)
+            if config.get(RESIDUAL) is None and kind == "eagle3":  # P-EAGLE's is false everywhere
                 ways = [Choice(f"{RESIDUAL} {str(value).lower()}", {RESIDUAL: value}) for value in (True, False)]
                 heads = heads.plus(open=[ways])
         methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]

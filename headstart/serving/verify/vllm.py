@@ -22,6 +22,7 @@ VLLM = EngineProcess(
     driver=Path(__file__).with_name("vllm_driver.py"),
     environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
 )
+PEAGLE = "PEagleSpeculator"
 METHODS = {
     "LlamaForCausalLMEagle3": "eagle3",
     "EagleLlamaForCausalLM": "eagle",
@@ -30,10 +31,11 @@ METHODS = {
     "Qwen3DSparkModel": "dspark",
     "MLPSpeculatorPreTrainedModel": "mlp_speculator",
     "Eagle3Speculator": "eagle3",
+    PEAGLE: "eagle3",
     "DFlashSpeculator": "dflash",
     "DSparkSpeculator": "dspark",
 }
-"""vLLM's method by the architecture in ``config.json``, the last three of the speculators format; Medusa names none, and draft models
+"""vLLM's method by the architecture in ``config.json``, those of Speculators of that format; Medusa names none, and draft models
 name their own."""
 
 
@@ -84,7 +86,8 @@ def speculative_config(folder: Path, depth: int) -> dict[str, Any]:
         raise UserError(f"{folder} holds {projector} heads, which vLLM 0.32 does not have; serve them with SGLang")
     if method == "draft_model" and not architecture.endswith(("ForCausalLM", "LMHeadModel")):
         raise UserError(f"{folder} holds {architecture}, which vLLM has no method for; export the heads first (`headstart export`)")
-    parallel = {"parallel_drafting": True} if method == "draft_model" and "pard_token" in config else {}
+    masked = (method == "draft_model" and "pard_token" in config) or bool(config.get("parallel_drafting")) or architecture == PEAGLE
+    parallel = {"parallel_drafting": True} if masked else {}
     return {"method": method, "model": str(folder), "num_speculative_tokens": depth, **parallel}
 
 

@@ -2,7 +2,7 @@
 
 EAGLE-1 and 2 (2401.15077, 2406.16858), EAGLE-3 and 3.1 (2503.01840, 2605.09992): row t pairs the token ``x_{t+1}`` with the backbone's
 state at t. Rows of a draft follow: each pairs the token drafted last with the state that the layers gave it. Keys of rows of known tokens
-are computed once for the whole text.
+are computed once for the whole text. In P-EAGLE (2602.01469) the rows of a draft pair the mask token with the fusion of ``mask_hidden``.
 
 Multi-token prediction modules (DeepSeek-V3, 2412.19437) with dense layers: ``norm(layer(eh_proj([enorm(embedding); hnorm(hidden)])))``
 drafts a token and is the next depth's hidden state. One module drafts all depths as pairs do; with several, module k runs over all
@@ -53,6 +53,10 @@ class PairReader(Reader):
         """The state that the next draft is paired with."""
         return output_TD
 
+    def following(self, token: int, output_1D: Tensor) -> tuple[Tensor, Tensor]:
+        """The token of a draft's next row, after ``token`` and the layers' output, and the state that it is paired with."""
+        return torch.tensor([token]), self.next_state(output_1D)
+
     def _run(self, tokens_T: Tensor, state_TD: Tensor, past: Sequence[KeysValues | None]) -> tuple[Tensor, list[KeysValues]]:
         first = 0 if past[0] is None else len(past[0][0])
         streams, kept = self.streams(self.embed(tokens_T), state_TD, first), []
@@ -72,7 +76,7 @@ class PairReader(Reader):
         def next_token(token: int) -> Tensor:
             nonlocal past, output_1D, drafted
             if drafted:
-                output_1D, past = self._run(torch.tensor([token]), self.next_state(output_1D), past)
+                output_1D, past = self._run(*self.following(token, output_1D), past)
             drafted += 1
             return self.logits(output_1D[0])
 
@@ -91,7 +95,9 @@ class Eagle3Reader(PairReader):
     """A draft with ``reading.options``: ``norm_before_residual``, ``norm_before_fc``, ``fc_norm`` and ``norm_output``."""
 
     def states(self) -> Tensor:
-        taps_TX = self.text.concatenated(self.reading.taps)
+        return self.fused(self.text.concatenated(self.reading.taps))
+
+    def fused(self, taps_TX: Tensor) -> Tensor:
         options, eps = self.reading.options, self.shape.eps
         if options["norm_before_fc"]:
             taps_TX = norm(self.tensors, "input_norm", taps_TX, eps)
@@ -111,6 +117,13 @@ class Eagle3Reader(PairReader):
 
     def logits(self, output_D: Tensor) -> Tensor:
         return self.reading.widened(self.shared_logits(norm(self.tensors, "norm", output_D, self.shape.eps)), self.target.vocab)
+
+
+class PeagleReader(Eagle3Reader):
+    """EAGLE-3 whose drafts depend on no drafted token; ``reading.options`` has the ``mask`` token too."""
+
+    def following(self, token: int, output_1D: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tensor([self.reading.options["mask"]]), self.fused(self.tensors["mask_hidden"].flatten()[None])
 
 
 class MtpReader(PairReader):

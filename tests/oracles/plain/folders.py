@@ -13,7 +13,7 @@ from headstart.serving.layouts.files import Files
 from headstart.serving.reading import recognise
 from plain.base import Reading, Shapes
 from plain.block import BlockReader
-from plain.eagle import Eagle3Reader, EagleReader, MtpReader
+from plain.eagle import Eagle3Reader, EagleReader, MtpReader, PeagleReader
 from plain.heads import DraftModelReader, MedusaReader, MlpReader
 from plain.layer import layer_shapes, read_shape
 
@@ -65,7 +65,11 @@ def eagle3_of(files: Files, config: Mapping[str, Any], taps: tuple[int, ...]) ->
     tensors = {numbered(name): tensor for name, tensor in files.read().items()}
     for name in [name for name in tensors if name.endswith(".hidden_norm.weight") and not name.startswith("layers.0.")]:
         tensors.setdefault(name.replace("hidden_norm", "input_layernorm"), tensors.pop(name))
-    return Reading(Eagle3Reader, config, tensors, taps, options)
+    if "mask_hidden" not in tensors:
+        return Reading(Eagle3Reader, config, tensors, taps, options)
+    mask = next(config[key] for key in ("mask_token_id", "pard_token", "ptd_token_id") if key in config)
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)  # of any shape in vLLM
+    return Reading(PeagleReader, config, tensors, taps, options | {"mask": mask})
 
 
 def eagle3_shapes(reading: Reading, on: Sizes) -> Reading:
@@ -79,6 +83,7 @@ def eagle3_shapes(reading: Reading, on: Sizes) -> Reading:
         shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
     shapes |= {"input_norm.weight": (taps * width,)} if options["norm_before_fc"] else {}
     shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(taps)} if options["fc_norm"] else {}
+    shapes |= {"mask_hidden": (1, 1, taps * width)} if "mask" in options else {}
     optional = {"embed_tokens.weight", "t2d"} | ({"lm_head.weight"} if DV == V else set())
     return replace(reading, layer=layer, shapes=shapes, optional=frozenset(optional))
 
@@ -234,8 +239,8 @@ def speculators(files: Files, on: Sizes) -> Reading:
     layer, kind = files.config["transformer_layer_config"], files.config["speculators_model_type"]
     stated = {key: value for key, value in files.config.items() if key != "transformer_layer_config" and value is not None}
     flat = {**layer, **stated}
-    if kind == "eagle3":
-        flat.setdefault("norm_before_residual", True)  # as vLLM has it
+    if kind in ("eagle3", "peagle"):
+        flat.setdefault("norm_before_residual", kind == "eagle3")  # as vLLM has it
         return eagle3_of(files, flat, taps_of({IDS: flat.get(IDS)}, on))
     kinds = set(layer.get("layer_types") or [])
     flat["causal"] = "sliding_attention" in kinds and not flat.get("sliding_window_non_causal", False)
@@ -248,12 +253,13 @@ def same(reading: Reading, on: Sizes) -> Reading:
 
 
 READERS: dict[str, Callable[[Files, Sizes], Reading]] = {
-    "EAGLE-3": eagle3, "EAGLE-1/2": eagle, "Medusa": medusa, "IBM accelerator (MLP speculator)": mlp, "MTP modules": mtp,
+    "EAGLE-3": eagle3, "P-EAGLE": eagle3, "EAGLE-1/2": eagle, "Medusa": medusa, "IBM accelerator (MLP speculator)": mlp, "MTP modules": mtp,
     "draft model": draft_model, "speculators": speculators, "DFlash, DFlash2, DSpark or Domino": block,
 }  # fmt: skip
 """By the title of the layout."""
 SHAPES: dict[type[Any] | None, Callable[[Reading, Sizes], Reading]] = {
-    Eagle3Reader: eagle3_shapes, EagleReader: eagle_shapes, MedusaReader: medusa_shapes, MlpReader: mlp_shapes, MtpReader: mtp_shapes,
+    Eagle3Reader: eagle3_shapes, PeagleReader: eagle3_shapes, EagleReader: eagle_shapes,
+    MedusaReader: medusa_shapes, MlpReader: mlp_shapes, MtpReader: mtp_shapes,
     BlockReader: block_shapes, DraftModelReader: same,
 }  # fmt: skip
 
