@@ -64,7 +64,7 @@ def test_launch_lines(home: Path, tmp_path: Path) -> None:
     assert '"num_speculative_tokens": 4' in block  # a block of another length gives other drafts
     pard = exported(home, "pard", "vllm", tmp_path / "d")[0]["launch"]["vllm"]["line"]
     assert '"parallel_drafting": true' in pard and '"method": "draft_model"' in pard
-    peagle = exported(home, "peagle", "vllm", tmp_path / "f")[0]["launch"]["vllm"]["line"]
+    peagle = exported(home, "peagle", "vllm", tmp_path / "h")[0]["launch"]["vllm"]["line"]
     assert '"parallel_drafting": true' in peagle and '"method": "eagle3"' in peagle
 
 
