@@ -108,9 +108,7 @@ class Peagle(FusedTapsDrafter):
     def _train_masks(self, known: Pass, rotation: Rotation, layout: BlockLayout) -> Tensor:
         """Return the output ``[M, N, D]`` at the mask pairs of every anchor; ``known``: each layer's keys and values of the real pairs."""
         mask_11 = torch.full((1, 1), self.mask_token, device=self.mask_hidden.device)
-        streams: tuple[Tensor, ...] = self.streams(
-            self.embed(mask_11), self._mask_state()
-        )  # alike in the first layer, but for their rotation
+        streams: tuple[Tensor, ...] = self.streams(self.embed(mask_11), self._mask_state())  # alike at first, but for their rotation
         for cached, text in zip(self.cached.layers, known, strict=True):
             layer, x = cached.layer, cached.layer.inputs(*streams)
             query_MHNC, keys_MGNC, values = layer.self_attn.project(x, rotation)

@@ -22,7 +22,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("eagle", {"draft_vocab_size": 9}, "drafter.depth, drafter.draft_depth, drafter.intermediate_size, drafter.feature_noise"),
     ("medusa", {"layers": 0}, "drafter.layers is a whole number of at least 1 and at most 256; got 0"),
     ("medusa", {"dept": 3}, "did you mean drafter.depth"),
-    ("medusa", {"taps": [1]}, "drafter.depth, drafter.draft_depth, drafter.draft_vocab_size, drafter.freeze_readout, drafter.layers"),
+    (
+        "medusa",
+        {"taps": [1]},
+        "drafter.depth, drafter.draft_depth, drafter.draft_vocab_size, drafter.freeze_readout, drafter.shortlist, drafter.layers",
+    ),
     ("hydra", {"depth": 2, "draft_depth": 3}, "Hydra cannot draft deeper than the 2 tokens"),
     ("mlp", {"tie_weights": True, "depth": 1}, "drafter.tie_weights shares weights between depths, .* of at least 2; got 1"),
     ("block", {"depth": 7, "sliding_window": 6}, "drafter.sliding_window is at least 7, the length of a block"),

@@ -50,7 +50,7 @@ def test_heads_start_and_draft_there(kind: str) -> None:
         assert {weight.device.type for weight in drafter.state_dict().values()} == {"meta"}
         tokens_BT = torch.zeros(2, 9, dtype=torch.int64, device="meta")
         features = on.read(tokens_BT, taps=drafter.taps)
-        if drafter.anchor_share == 1:
+        if drafter.anchor_share == drafter.deeper_share == 1:
             drafter(features)
         state = drafter.begin(features, drafter.reserve(drafter.begin(features), 64))
         hidden, _ = drafter.step(state, tokens_BT[:, :1], tokens_BT[:, :1], 0)

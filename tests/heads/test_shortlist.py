@@ -18,7 +18,7 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, find_drafter, methods
-from headstart.heads.own_readout import SHORTLIST, OwnReadoutDrafter, Shortlist, find_subspace, largest
+from headstart.heads.own_readout import SHORTLIST, OwnReadoutDrafter, Shortlist, find_subspace
 from headstart.support.errors import UserError
 
 KINDS = [kind for kind in methods() if issubclass(find_drafter(kind), OwnReadoutDrafter)]
@@ -35,13 +35,6 @@ def fitted(kind: str, **arguments: Any) -> OwnReadoutDrafter:
     drafter.fit_shortlists(read(drafter.backbone, texts(2, 40, seed), drafter) for seed in range(4))
     assert len(drafter.shortlists) == len(drafter.readouts())
     return drafter
-
-
-def test_the_largest_are_those_of_topk() -> None:
-    for shape, count in (((3, 5000), 7), ((2, 4, 8192), 64), ((1, 196_608), 4), ((2, 100), 9), ((1, 4097), 4097)):
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        found, indices = largest(values, count)
-        assert torch.equal(found, values.topk(count).values) and torch.equal(values.gather(-1, indices), found)
 
 
 def test_the_subspace_is_that_of_the_states() -> None:

@@ -14,12 +14,12 @@ from families import VOCAB, backbone
 from torch import Tensor
 
 from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.own_readout import GROUPED, largest
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import MAX_PROB, CandidateTree, Pool, TreeShape, accept
 from headstart.inference.policy import Policy
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.levels import GROUP, GROUPED, largest
 from headstart.inference.sources.source import DraftScoring, Rows
 from headstart.support.errors import UserError
 
@@ -237,7 +237,7 @@ def test_diverged_heads_draft_nothing() -> None:
 def test_the_largest_are_those_of_topk(candidates: int, count: int) -> None:
     torch.manual_seed(candidates)
     values_BM = torch.randn(3, candidates)
-    values_BM[0, GROUP : GROUP + 12] += 9  # several of them in one group
+    values_BM[0, 64:76] += 9  # several of them in one group
     values_BM[1, -2:] += 9  # in the last group, which may be padded
     values, indices = largest(values_BM, count)
     expected = values_BM.topk(count)

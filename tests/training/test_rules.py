@@ -152,7 +152,7 @@ def test_new_recipe_gives_one_that_trains(name: str, method: str, tmp_path: Path
     [
         (["nowhere/at-all"], "no backbone at 'nowhere/at-all': no such folder"),
         ([""], "MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text"),
-        (["embedded", "--method", "eagle4"], "--method eagle4 is unknown; methods are eagle3, block, medusa"),
+        (["embedded", "--method", "eagle4"], "--method eagle4 is unknown; methods are eagle3, peagle, block, medusa"),
         (["embedded", "--gpus", "1"], "--gpus 1: this machine has no accelerator to read the memory of; give it with --memory GB"),
         (["embedded", "--gpus", "0", "--memory", "80"], "--gpus is a whole number of at least 1; got 0"),
         (["embedded", "--gpus", "1", "--memory", "-3"], "--memory is a number of gigabytes above 0 and at most 1000000; got -3"),
