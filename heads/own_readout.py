@@ -1,9 +1,9 @@
 """Drafters with output layers of their own, over the backbone's whole vocabulary or a draft vocabulary of its most frequent tokens.
 
-Drafts need few of these logits, and on a CPU reading an output layer takes half of a draft. So a `Shortlist` scores all tokens by an output
-layer of low rank and the best of them by their own rows, as EAGLE-4 and SpecVocab (2602.13836) do. Its subspace is the one in which the
-logits vary most over the states that the heads draft from, as found on training text when training ends. The truncated singular value
-decomposition of the weights alone, as which EAGLE-4's starts, takes all directions to be as large as each other.
+Drafts need few of these logits, and where there are many most of a draft is reading an output layer. So a `Shortlist` scores all tokens by
+an output layer of low rank and the best of them by their own rows, as EAGLE-4 and SpecVocab (2602.13836) do. Its subspace is the one in
+which the logits vary most over the states that the heads draft from, as found on training text when training ends. The truncated singular
+value decomposition of the weights alone, as which EAGLE-4's starts, takes all directions to be as large as each other.
 
 Shape suffixes: B batch, T positions, D width, V backbone vocabulary, DV draft vocabulary, R rank, C candidates.
 """

@@ -4,7 +4,6 @@ recipes/shared has the parts, each with its source; docs/recipe.md has the rules
 
     draft vocabulary   32,000 of more than 64,000 tokens: EAGLE-3's and SpecForge's size; on a CPU 8,192 of more than 16,384
     depth on a CPU     4 of EAGLE-3's 7: with 8,192 tokens a step of SmolLM2-135M takes a fifth of the time (docs/train.md)
-    shortlist          on a CPU rank 64 and 64 candidates, with which a draft takes two thirds of the time (docs/train.md)
     share on a CPU     depths after the first at half of the positions: a later epoch's step takes 0.73 of the time (docs/train.md)
     block              5 layers (3, 5 and 8 were compared in 2602.06036), or 2 of models as wide as 8,192, so that they fit
     length             2,048 as EAGLE-3 and SpecForge; 4,096 for models that write their thoughts, whose answers are longer
@@ -56,9 +55,6 @@ SHARED = "recipes/shared"
 DRAFT_VOCAB = 32_000
 CPU_KINDS, CPU_VOCABULARY, CPU_DEPTH, CPU_SHARE = ("eagle", "eagle3"), 8192, 4, 0.5
 """On a CPU, heads that pass through one layer for each depth draft of fewer tokens and depths, which are trained at fewer positions."""
-RANK = 64
-CPU_SHORTLIST = {"rank": RANK, "candidates": RANK}
-"""Of a draft vocabulary of this size on a CPU: a draft takes two thirds of the time (docs/train.md)."""
 BATCH_TOKENS = 32_768
 RATE_WIDTH, AUTO_WIDTH = 4096, 1024
 WIDE = 8192
@@ -178,7 +174,6 @@ def _drafter(facts: ModelFacts, method: str, machine: Machine) -> Tree:
         values |= {"depth": CPU_DEPTH} if shared(method)["drafter"]["depth"] > CPU_DEPTH else {}
         values |= {"deeper_share": CPU_SHARE} if kind == "eagle3" else {}
         values |= {VOCABULARY_KEY: CPU_VOCABULARY} if chosen and facts.vocab > 2 * CPU_VOCABULARY else {}
-        values |= {"shortlist": CPU_SHORTLIST} if kind == "eagle3" and VOCABULARY_KEY in values and facts.width > 2 * RANK else {}
     return values
 
 
