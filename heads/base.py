@@ -100,7 +100,8 @@ class Drafter(nn.Module, ABC):
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments to rebuild this drafter, as stored in checkpoints."""
-        return self.config.model_dump(mode="json", exclude={"draft_depth"} if self.config.draft_depth is None else None)
+        left_out = {name for name in ("draft_depth", "shortlist") if getattr(self.config, name, None) is None}
+        return self.config.model_dump(mode="json", exclude=left_out)
 
     @property
     def max_depth(self) -> int | None:

@@ -28,8 +28,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", required=True, metavar="DIR|HUB_ID", help="heads trained by Headstart")
     parser.add_argument(
         "--to", required=True, metavar="FORMAT",
-        help="an engine (vllm, sglang, trtllm, tgi, transformers, llama.cpp), whose layout follows from the heads' kind, or a layout by "
-        "name: eagle3, peagle, eagle, dflash, dflash-hf, speculators, medusa, mlp-speculator, mtp-stitch, draft-model",
+        help="an engine (vllm, sglang, trtllm, tgi, transformers, llama.cpp, openvino), whose layout follows from the heads' kind, or a "
+        "layout by name: eagle3, peagle, eagle, dflash, dflash-hf, speculators, medusa, mlp-speculator, mtp-stitch, draft-model",
     )  # fmt: skip
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument("--backbone", metavar="M", help="backbone that engines load, a folder or hub id (default: the one of the training)")

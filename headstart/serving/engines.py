@@ -19,7 +19,8 @@ from headstart.serving.layouts.llamacpp_block import FILE as BLOCK_FILE
 from headstart.support.errors import UserError, did_you_mean
 
 ENGINES = {
-    "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "tgi": "TGI", "transformers": "transformers", "llama.cpp": "llama.cpp"
+    "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "tgi": "TGI", "transformers": "transformers", "llama.cpp": "llama.cpp",
+    "openvino": "OpenVINO",
 }  # fmt: skip
 
 
@@ -96,6 +97,7 @@ TABLE: dict[tuple[str, str], Support | str] = {
     ("llama.cpp", "eagle3"): Support("run", "xllamacpp 2026.10.11549", note="GGUF; Llama run, other backbones read in its source"),
     **dict.fromkeys([("llama.cpp", method) for method in ("dflash", "dflash2")], Support("run", "xllamacpp 2026.10.11549", note="GGUF")),
     **dict.fromkeys([("llama.cpp", method) for method in ("dspark", "mtp", "draft_model")], NO_GGUF),
+    ("openvino", "eagle3"): Support("run", "2026.4.1", note="converted by optimum-intel 2.2.0; greedy chains"),
     ("transformers", "dflash"): Support("run", "5.20.0, 5.22.0, 5.23.0", note="by the layout dflash-hf"),
     ("transformers", "draft_model"): Support("run", "5.20.0, 5.22.0, 5.23.0"),
 }
@@ -226,7 +228,20 @@ def _llamacpp(served: Served) -> str:
     return shlex.join(["llama-server", "-m", target, *draft, "--spec-draft-p-min", "0"])
 
 
-LINES = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "tgi": _tgi, "transformers": _transformers, "llama.cpp": _llamacpp}
+def _openvino(served: Served) -> str:
+    convert = ["optimum-cli", "export", "openvino", "--task", "text-generation-with-past", "--weight-format", "fp32", "--model"]
+    folders = [[*convert, served.backbone, "backbone-ov"], [*convert, served.folder, "--trust-remote-code", "heads-ov"]]
+    outputs = " ".join(str(tap - 1) for tap in served.config["eagle_aux_hidden_state_layer_ids"])
+    taps = f's|<eagle3_mode value="True" */>|&<hidden_layers_list value="{outputs}" />|'
+    folders.append(["sed", "-i", taps, "heads-ov/openvino_model.xml"])  # by default it reads other layers
+    heads = "draft_model=ov.draft_model('heads-ov', 'CPU')"
+    use = f"p = ov.LLMPipeline('backbone-ov', 'CPU', {heads}); print(p.generate('Hello', num_assistant_tokens={served.depth}))"
+    return " && ".join(map(shlex.join, [*folders, ["python", "-c", f"import openvino_genai as ov; {use}"]]))
+
+
+LINES = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "tgi": _tgi, "transformers": _transformers, "llama.cpp": _llamacpp} | {
+    "openvino": _openvino
+}
 
 
 def launch_line(engine: str, served: Served) -> str:

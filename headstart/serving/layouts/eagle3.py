@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from headstart.heads.backbone.backbone import Backbone
@@ -88,6 +89,47 @@ class Eagle3(Layout):
     def embedding(self, heads: Heads, backbone: Backbone, path: str) -> Heads:
         """Return the heads without their copy of the backbone's embedding. Raises UserError for another one."""
         return without_copies(heads, backbone, path, "embed_tokens.weight")
+
+
+def beyond_the_original(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an engine that drafts as the original EAGLE-3 does would draft otherwise, in words, and whether heads have it."""
+    return {
+        "it drafts from the state before the final norm: train with drafter.norm_output=false": config.get("norm_output"),
+        "it reads three layers of the backbone: train with three drafter.taps": len(config[IDS]) != 3,
+        "it reads one decoder layer: train with drafter.layers=1": config["num_hidden_layers"] != 1,
+        "it does not norm each tap: train with drafter.fc_norm=false": config.get("fc_norm"),
+        "it attends to all positions: train with drafter.sliding_window=null": config.get("sliding_window"),
+        "it does not norm queries and keys: train with drafter.qk_norm=false": has_qk_norm(config),
+        "it has no biases of queries, keys and values: train with drafter.layer.attention_bias=false": config.get("attention_bias"),
+    }
+
+
+class OpenVino(Eagle3):
+    """For OpenVINO GenAI, whose converter (optimum-intel) takes the checkpoint as it is and passes over the keys of EAGLE-3.1 and the taps.
+
+    By default the engine reads each of EAGLE-3's default layers one too late; the launch line sets those of the heads.
+    """
+
+    name, title, engines = "openvino", "EAGLE-3 for OpenVINO", ("openvino",)
+    least_layers = 10
+
+    def unread(self, heads: Checkpoint) -> dict[str, str]:
+        config, layers = heads.config, int(heads.card["contract"]["num_hidden_layers"])
+        found = beyond_the_original(config) | {
+            "it ignores norm_before_residual: train with drafter.norm_before_residual=false": config["norm_before_residual"],
+            "it does not norm the taps: train with drafter.norm_before_fc=false": (config.get("eagle_config") or {}).get("norm_before_fc"),
+            f"it drafts for backbones of at least {self.least_layers} layers; this one has {layers}": layers < self.least_layers,
+            "it reads no embedding as a tap: train with drafter.taps from 1 on": 0 in config[IDS],
+        }
+        reason = next((reason for reason, holds in found.items() if holds), None)
+        return {} if reason is None else {self.name: reason}
+
+    def recognises(self, files: Files) -> bool:
+        return False  # it is EAGLE-3's
+
+    def write(self, heads: Checkpoint, folder: Path) -> list[str]:
+        super().write(heads, folder)
+        return ["OpenVINO: draft chains, since with trees it writes another text than without heads"]
 
 
 class Peagle(Eagle3):

@@ -24,7 +24,7 @@ from headstart.heads.backbone.gguf_file import require_package
 from headstart.heads.checkpoint import chat_settings
 from headstart.heads.layers.start_values import llama_like
 from headstart.serving.layouts.checkpoint import Checkpoint
-from headstart.serving.layouts.eagle3 import Eagle3, has_qk_norm
+from headstart.serving.layouts.eagle3 import Eagle3, beyond_the_original
 from headstart.serving.layouts.files import DamagedError, Files, require_finite
 from headstart.serving.layouts.layout import Counting, Heads, Layout
 from headstart.serving.layouts.parts import IDS
@@ -65,13 +65,7 @@ class LlamaCpp(Layout):
         config, kind = heads.config, str(heads.card["contract"]["model_type"])
         found = {
             NO_LAYERS.format(kind): kind not in TARGETS,
-            "it drafts from the state before the final norm: train with drafter.norm_output=false": config.get("norm_output"),
-            "it reads three layers of the backbone: train with three drafter.taps": len(config[IDS]) != 3,
-            "it reads one decoder layer: train with drafter.layers=1": config["num_hidden_layers"] != 1,
-            "it does not norm each tap: train with drafter.fc_norm=false": config.get("fc_norm"),
-            "it attends to all positions: train with drafter.sliding_window=null": config.get("sliding_window"),
-            "it does not norm queries and keys: train with drafter.qk_norm=false": has_qk_norm(config),
-            "it has no biases of queries, keys and values: train with drafter.layer.attention_bias=false": config.get("attention_bias"),
+            **beyond_the_original(config),
             "it rotates as rope_type default or llama3 does: train with such drafter.layer.rope_parameters":
                 config["rope_parameters"]["rope_type"] not in ("default", "llama3"),
         }  # fmt: skip
