@@ -157,9 +157,6 @@ class FusedTapsDrafter(AutoregressiveDrafter, OwnReadoutDrafter):
     def streams(self, embedded_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:
         return embedded_BTD, self.midlayer.residual(state_BTD)
 
-    def readouts(self) -> list[nn.Linear]:
-        return [self.lm_head]
-
     def output_state(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
 

@@ -148,9 +148,6 @@ class Hydra(OwnReadoutDrafter):
             states.append(self.checkpointed(_Joined(mlp))(hidden_BTD[:, :Tk], *(embedded_BTD[:, i : i + Tk] for i in range(1, k + 2))))
         return states
 
-    def readouts(self) -> list[nn.Linear]:
-        return self.output_layers()
-
     # Decoding.
 
     def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:

@@ -84,9 +84,6 @@ class Medusa(OwnReadoutDrafter):
         hidden = features.hidden_BTD.to(self._heads[0][-1].weight.dtype)
         return [head[:-1](hidden[:, : max(T - 2 - k, 0)]) for k, head in enumerate(self._heads)]
 
-    def readouts(self) -> list[nn.Linear]:
-        return self.output_layers()
-
     def begin(self, features: Features, state: Tensor | None = None) -> Tensor:
         """Return the hidden state ``[B, 1, D]`` of each row's last position."""
         return features.newer(features.last_B1D.to(self._heads[0][-1].weight.dtype), state)

@@ -1,7 +1,7 @@
 """Drafters with output layers of their own, over the backbone's whole vocabulary or a draft vocabulary of its most frequent tokens.
 
-Drafts need few of these logits, and where there are many most of a draft is reading an output layer. So a `Shortlist` scores all tokens by
-an output layer of low rank and the best of them by their own rows, as EAGLE-4 and SpecVocab (2602.13836) do. Its subspace is the one in
+Drafts need few of these logits, so a `Shortlist` scores all tokens by an output layer of low rank and the best of them by their own rows,
+as EAGLE-4 and SpecVocab (2602.13836) do. Its subspace is the one in
 which the logits vary most over the states that the heads draft from, as found on training text when training ends. The truncated singular
 value decomposition of the weights alone, as which EAGLE-4's starts, takes all directions to be as large as each other.
 
@@ -116,9 +116,9 @@ class OwnReadoutDrafter(Drafter):
     def output_layers(self) -> Sequence[nn.Linear]:
         """Return the layers ``[DV, D]`` that start as the backbone's output layer."""
 
-    @abstractmethod
     def readouts(self) -> Sequence[nn.Linear]:
         """Return the output layers by depth; the last one is that of all later depths too."""
+        return self.output_layers()
 
     def output_state(self, hidden: Tensor) -> Tensor:
         """Return what the output layers read of hidden states, both ``[..., D]``."""
@@ -179,7 +179,8 @@ class OwnReadoutDrafter(Drafter):
         self._init_output_layers()
 
     def engine_files(self) -> dict[str, bytes]:
-        if not self.shortlists:
+        """Return the file of the subspaces, empty before they are found, so that none of other weights is left beside these."""
+        if self.config.shortlist is None:
             return {}
         found: list[Any] = [one.subspace for one in self.shortlists]
         arrays = {f"{name}_{i}": part.numpy(force=True) for i, both in enumerate(found) for name, part in zip(SUBSPACE, both, strict=True)}
@@ -192,6 +193,8 @@ class OwnReadoutDrafter(Drafter):
         R, device = self.config.shortlist.rank, self.readouts()[0].weight.device
         try:
             with np.load(file, allow_pickle=False) as arrays:
+                if not arrays.files:  # saved before the end of the training
+                    return
                 found = [
                     tuple(torch.from_numpy(arrays[f"{name}_{i}"]).to(device) for name in SUBSPACE) for i in range(len(self.readouts()))
                 ]

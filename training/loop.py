@@ -213,8 +213,8 @@ def _save_heads(run: Run) -> Exception | None:
                     provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, **trainer.results}
                     provenance |= {"init": trainer.start, "draft_vocabulary": trainer.coverage}
                     discard_unfinished(trainer.folder / "*")  # from a killed run
-                    if run.done == run.feed.steps:
-                        fit_shortlists(drafter, run.feed.samples, run.source)
+                    if run.done == run.feed.steps and (lacking := fit_shortlists(drafter, run.feed.samples, run.source)):
+                        run.log.say(lacking)
                     drafter.save_pretrained(trainer.folder, extra=provenance)
         except Exception as error:
             fault = fault or error

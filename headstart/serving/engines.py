@@ -239,9 +239,10 @@ def _openvino(served: Served) -> str:
     return " && ".join(map(shlex.join, [*folders, ["python", "-c", f"import openvino_genai as ov; {use}"]]))
 
 
-LINES = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "tgi": _tgi, "transformers": _transformers, "llama.cpp": _llamacpp} | {
-    "openvino": _openvino
-}
+LINES = {
+    "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "tgi": _tgi, "transformers": _transformers, "llama.cpp": _llamacpp,
+    "openvino": _openvino,
+}  # fmt: skip
 
 
 def launch_line(engine: str, served: Served) -> str:

@@ -163,10 +163,15 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features:
     return [line for line in lines if line]
 
 
-def fit_shortlists(drafter: Drafter, samples: Sequence[Sample], features: FeatureSource) -> None:
-    """Let a trained drafter with ``drafter.shortlist`` find its subspaces on texts. The main process alone calls it."""
-    if isinstance(drafter, OwnReadoutDrafter) and (positions := drafter.shortlist_positions) and not is_sharded(drafter.backbone):
-        drafter.fit_shortlists(_features(drafter, samples, features.for_starts(drafter.taps), positions, "the shortlist"))
+def fit_shortlists(drafter: Drafter, samples: Sequence[Sample], features: FeatureSource) -> str | None:
+    """Let a trained drafter with ``drafter.shortlist`` find its subspaces on texts, in the main process; returns why it has none."""
+    if not isinstance(drafter, OwnReadoutDrafter) or not drafter.shortlist_positions:
+        return None
+    if is_sharded(drafter.backbone):
+        return "no shortlist: the backbone's layers are sharded (backbone.shard), and it is found by one process; drafts use exact logits"
+    source, positions = features.for_starts(drafter.taps), drafter.shortlist_positions
+    drafter.fit_shortlists(_features(drafter, samples, source, positions, "the shortlist"))
+    return None if drafter.shortlists else "no shortlist: no text that was read for it has labels; drafts use exact logits"
 
 
 @torch.no_grad()
