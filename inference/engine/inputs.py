@@ -44,7 +44,7 @@ def read_images(backbone: Backbone, request: Request, model_kwargs: Mapping[str,
     given = {name: value for name, value in model_kwargs.items() if name not in NO_EFFECT and value is not None and value is not False}
     encoded = {what: output for what, output in (given.pop(ENCODED, None) or {}).items() if output is not None}
     tokens = backbone.placeholders
-    known = inspect.signature(backbone.base.forward).parameters if tokens else {}
+    known = {name for part in (backbone.base, backbone.model) for name in inspect.signature(part.forward).parameters} if tokens else set()
     if unknown := [name for name in given if name not in known]:
         images = "images, " if tokens else ""
         raise UserError(f"{unknown[0]} is not supported: heads decode from {images}input_ids and attention_mask alone; leave it out")

@@ -1,6 +1,7 @@
-"""Every class of transformers' causal and image-text mappings, as a tiny random model: what becomes of it here. Text alone, fp32.
+"""Every class of transformers' causal and image-text mappings, as a tiny random model: what becomes of it here, in fp32, with text alone
+and, of those that read images, with an image in the prompt.
 
-    python tests/helpers/every_model.py                          all that out/every_model.json does not hold yet; about ten minutes
+    python tests/helpers/every_model.py                          all that out/every_model.json does not hold yet; about fifteen minutes
     python tests/helpers/every_model.py --only llama bloom       these anew
     python tests/helpers/every_model.py --page docs/families.md  the same, then the page's section is written from what the file holds
 
@@ -23,7 +24,9 @@ from typing import Any
 
 import torch
 import transformers
-from families import Scripted, left_padded, prompts, random_drafter, say, unpadded
+from families import Scripted, prompts, random_drafter, say, unpadded
+from image_models import IMAGE, LAST, batch_of
+from image_prompts import image_prompts, image_text_model
 from tiny_models import CAUSAL, IMAGE_TEXT, KINDS, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -37,8 +40,11 @@ from headstart.support.errors import UserError
 ROOT = Path(__file__).parents[2]
 LENGTH, LENGTHS = 12, (9, 14, 90)
 """Tokens written; tokens of the prompts, the longest of which passes window, chunk and original length of the tiny models."""
-SAMPLED: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
 GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+SEEN = " with an image"
+"""Behind the name of a model type, and of a class."""
+EVERY = [*KINDS, *(kind + SEEN for kind in IMAGE_TEXT)]
 SECONDS = 300
 """A class that takes longer is a fault."""
 TREE = TreeShape(8, 3)
@@ -57,20 +63,26 @@ class Outcome:
 
 
 def outcome(kind: str) -> Outcome:
-    """What becomes of the class of a model type."""
+    """What becomes of the class of a model type, whose name ``kind`` is."""
+    seen, how = kind.endswith(SEEN), GREEDY
     try:
-        model = tiny_model(kind)
+        model = image_text_model(kind.removesuffix(SEEN)) if seen else tiny_model(kind)
     except Exception as error:  # whatever transformers raises
         return Outcome(kind, "unknown", first_line(error))
-    name, alone, unknown = type(model).__name__, [], ""
+    name, asked, alone, unknown = type(model).__name__ + SEEN * seen, text_prompts(), [], ""
     try:
-        alone = [alone_of(model, row) for row in prompts(LENGTHS)]
+        if seen:
+            how = GREEDY | {"suppress_tokens": [*range(LAST + 1, IMAGE + 1)]}
+            asked = image_prompts(model, how)
+        alone = [alone_of(model, inputs, how) for inputs in asked]
     except Exception as error:
         unknown = first_line(error)
+    if seen and unknown:
+        return Outcome(name, "unknown", unknown)
     try:
         on = Backbone(model)
         if alone:
-            same_text(on, alone)
+            same_text(on, asked, alone, how)
     except UserError as error:
         return Outcome(name, "line", str(error))
     except Exception as error:  # a fault of ours, which ends no other class
@@ -78,31 +90,34 @@ def outcome(kind: str) -> Outcome:
     return Outcome(name, "unknown" if unknown else "chains" if on.no_trees else "trees", unknown)
 
 
+def text_prompts() -> list[dict[str, Tensor]]:
+    return [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in prompts(LENGTHS)]
+
+
 def first_line(error: Exception) -> str:
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}"[:300]
 
 
-def alone_of(model: PreTrainedModel, row: Tensor) -> list[int]:
+def alone_of(model: PreTrainedModel, inputs: dict[str, Tensor], how: dict[str, Any]) -> list[int]:
     """The text of transformers' own greedy generate."""
-    text = model.generate(row[None], attention_mask=torch.ones_like(row)[None], **GREEDY)[0].tolist()
-    assert len(text) == len(row) + LENGTH, f"generate gave {len(text)} tokens for a prompt of {len(row)} and {LENGTH} new ones"
+    text, length = model.generate(**inputs, **how)[0].tolist(), inputs["input_ids"].shape[1]
+    assert len(text) == length + LENGTH, f"generate gave {len(text)} tokens for a prompt of {length} and {LENGTH} new ones"
     return text
 
 
-def same_text(on: Backbone, alone: list[list[int]]) -> None:
+def same_text(on: Backbone, asked: list[dict[str, Tensor]], alone: list[list[int]], how: dict[str, Any]) -> None:
     """With n-grams and random Medusa heads, and with drafts that are mostly right: greedy as transformers, sampled as without drafts."""
-    rows = prompts(LENGTHS)
     random = SpeculativeModel(on, random_drafter("medusa", on, depth=2), proposers=made(["suffix", "recycling"]), capture="off")
     right = SpeculativeModel(on, Scripted(on, alone, "nearly"), proposers=made(["suffix"]), capture="off")
-    for row, text in zip(rows, alone, strict=True):
+    for seed, (inputs, text) in enumerate(zip(asked, alone, strict=True)):
+        tokens, sampled = inputs["input_ids"].shape[1], how | SAMPLED
         for heads, tree in ((random, TREE), (random, "auto"), (right, TREE), (right, "auto")):
-            assert say(heads, {"input_ids": row[None]}, tree=tree, **GREEDY)[0].tolist() == text, f"greedy, {len(row)} tokens, {tree}"
-    for seed, row in enumerate(rows):
-        plain = say(random, {"input_ids": row[None]}, seed=seed, speculate=False, **SAMPLED)
-        assert torch.equal(say(random, {"input_ids": row[None]}, seed=seed, tree=TREE, **SAMPLED), plain), f"sampled, {len(row)} tokens"
-    batch = left_padded(rows[:2])
-    assert unpadded(say(right, batch, tree=TREE, **GREEDY), batch) == alone[:2], "two rows together"
+            assert say(heads, inputs, tree=tree, **how)[0].tolist() == text, f"greedy, {tokens} tokens, {tree}"
+        plain = say(random, inputs, seed=seed, speculate=False, **sampled)
+        assert torch.equal(say(random, inputs, seed=seed, tree=TREE, **sampled), plain), f"sampled, {tokens} tokens"
+    batch = batch_of(asked[:2])
+    assert unpadded(say(right, batch, tree=TREE, **how), batch) == alone[:2], "two rows together"
 
 
 def in_a_child(kind: str) -> Outcome:
@@ -138,7 +153,7 @@ def sweep(out: Path, only: list[str]) -> dict[str, Outcome]:
     held = json.loads(out.read_text()) if out.is_file() else {}
     if held.get("of") != digest():
         held = {"of": digest(), "outcomes": {}}
-    for kind in only or [kind for kind in KINDS if kind not in held["outcomes"]]:
+    for kind in only or [kind for kind in EVERY if kind not in held["outcomes"]]:
         held["outcomes"][kind] = asdict(in_a_child(kind))
         print(kind, *held["outcomes"][kind].values(), flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +168,14 @@ HEAD = f"""{TITLE}
 Every class of transformers' causal and image-text mappings as a tiny random model of its default configuration, text alone, in fp32:
 prompts of 9, 14 and 90 tokens, the last of which passes every window, chunk and original length; with n-grams and random Medusa heads,
 with drafts that are mostly right, in fixed and in adaptive shapes, sampled, and two rows together. None differs. `make test-models` does
-it anew, in some eight minutes on two cores, and writes this section.
+it anew, in some fifteen minutes on two cores, and writes this section.
+
+"""
+LOOKING = """
+### With an image in the prompt
+
+The image-text classes again, with the part that reads images, in the same ways: two prompts with an image of random pixels each, in the
+form that the class takes, as far as it can be guessed from its arguments; where that is not known, no form of an image was read.
 
 """
 MEANS = {
@@ -166,12 +188,18 @@ MEANS = {
 
 def page(outcomes: dict[str, Outcome]) -> str:
     """The section of docs/families.md."""
-    text = HEAD + f"transformers {transformers.__version__}: {counts(outcomes)}.\n\n| | classes |\n|---|---|\n"
+    seen = {kind: found for kind, found in outcomes.items() if kind.endswith(SEEN)}
+    text = {kind: found for kind, found in outcomes.items() if kind not in seen}
+    return HEAD + table(text) + LOOKING + table(seen)
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
+    text = f"transformers {transformers.__version__}: {counts(outcomes)}.\n\n| | classes |\n|---|---|\n"
     for end, meaning in MEANS.items():
         groups: dict[str, list[str]] = {}
         for kind in sorted(outcomes):
             if outcomes[kind].end == end:
-                groups.setdefault(reason(outcomes[kind]), []).append(outcomes[kind].name)
+                groups.setdefault(reason(outcomes[kind]), []).append(outcomes[kind].name.removesuffix(SEEN))
         for why, names in sorted(groups.items()):
             classes = ", ".join(f"`{name}`" for name in sorted(set(names)))
             text += f"| {meaning}{f': {why}' if why else ''} | {classes} |\n"
@@ -181,24 +209,24 @@ def page(outcomes: dict[str, Outcome]) -> str:
 def counts(outcomes: dict[str, Outcome]) -> str:
     """How many classes of each mapping are equal."""
     said = []
-    for title, mapping in (("causal", CAUSAL), ("image-text", IMAGE_TEXT)):
-        ends = [outcomes[kind].end for kind in mapping if kind in outcomes]
-        said.append(f"of {len(ends)} {title} classes {ends.count('trees')} in trees and {ends.count('chains')} in chains")
+    for title, kinds in (("causal", CAUSAL), ("image-text", IMAGE_TEXT), ("image-text", [kind + SEEN for kind in IMAGE_TEXT])):
+        if ends := [outcomes[kind].end for kind in kinds if kind in outcomes]:
+            said.append(f"of {len(ends)} {title} classes {ends.count('trees')} in trees and {ends.count('chains')} in chains")
     return ", ".join(said)
 
 
 def reason(of: Outcome) -> str:
     """The text without what differs from class to class."""
-    text = re.sub(rf"\b{re.escape(of.name)}\b", "the class", of.text).replace("|", "/")
+    text = re.sub(rf"\b{re.escape(of.name.removesuffix(SEEN))}\b", "the class", of.text).replace("|", "/")
     text = re.sub(r" \(\w*DecoderLayer\)|(?<=copied cache) \(.*?\)(?= \()| \(transformers [\d.]+\)|(?<=its )\d+ ", "", text)
     text = re.sub(r"(?<=width )\w+(?= and)", "one number", re.sub(r"(?<=width )\w+(?=;)", "another", text))
-    return text if of.end == "line" else text[:120]
+    return text if of.end == "line" else "" if of.name.endswith(SEEN) else text[:120]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "every_model.json", metavar="FILE")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TYPE", choices=KINDS)
+    parser.add_argument("--only", nargs="+", default=[], metavar="TYPE", choices=EVERY)
     parser.add_argument("--page", type=Path, metavar="FILE")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
