@@ -97,33 +97,41 @@ def frozen(module: nn.Module) -> Iterator[None]:
             weight.requires_grad_(True)
 
 
-def stream(output: Any) -> Tensor:
-    """Return the residual stream ``[B, T, D]`` of what a layer returns: of DeepSeek-V4's several the mean."""
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden if hidden.ndim == 3 else hidden.mean(2)
+def stream(layer: nn.Module, output: Any, dim: int) -> Tensor:
+    """Return the residual stream ``[B, T, D]`` of what a layer returns: of several the mean, of Gemma-3n's that which it computes on."""
+    hidden: Tensor = output[0] if isinstance(output, tuple | list) else output
+    if hasattr(layer, "altup"):
+        return hidden[int(layer.altup.config.altup_active_idx)]
+    if hidden.ndim == 4:
+        return hidden.mean(2)
+    return hidden if hidden.shape[-1] == dim else hidden.unflatten(-1, (-1, dim)).mean(2)  # Qwen-4's stand side by side
+
+
+def last_run(layers: nn.ModuleList, tap: int) -> int:
+    """Return the last of the first ``tap`` layers that reads text alone: Mllama's cross attention runs for images only."""
+    return next((number for number in range(tap, 0, -1) if not hasattr(layers[number - 1], "cross_attn")), 0)
 
 
 @contextmanager
-def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Collect the residual stream after each of the ``taps`` layers (0: the embedding) while the model runs in this thread."""
+def tapped(layers: nn.ModuleList, taps: tuple[int, ...], dim: int) -> Iterator[dict[int, Tensor]]:
+    """Collect the residual stream, ``dim`` wide, after each of the ``taps`` layers (0: the embedding) while the model runs in this thread."""
     kept: dict[int, Tensor] = {}
     thread = threading.get_ident()
 
-    def after(tap: int) -> Callable[[nn.Module, tuple, Any], None]:
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if threading.get_ident() == thread:
-                kept[tap] = stream(output)
-
-        return hook
-
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def after(tap: int, layer: nn.Module, args: tuple, output: Any) -> None:
         if threading.get_ident() == thread:
-            kept[0] = stream(args[0] if args else kwargs["hidden_states"])
+            kept[tap] = stream(layer, output, dim)
+
+    def before(tap: int, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        after(tap, layer, args, args[0] if args else kwargs["hidden_states"])
 
     with ExitStack() as handles:
         for tap in taps:
-            add = layers[tap - 1].register_forward_hook if tap else layers[0].register_forward_pre_hook
-            handles.callback((add(after(tap)) if tap else add(before, with_kwargs=True)).remove)
+            if number := last_run(layers, tap):
+                handle = layers[number - 1].register_forward_hook(partial(after, tap))
+            else:
+                handle = layers[0].register_forward_pre_hook(partial(before, tap), with_kwargs=True)
+            handles.callback(handle.remove)
         yield kept
 
 

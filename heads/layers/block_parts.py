@@ -120,7 +120,7 @@ def block_taps(taps: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]
 def mask_token(token: int | None, backbone: Backbone) -> int:
     """Return the token that stands for those to draft, by default the one that ends texts. Raises UserError."""
     if token is None:
-        end = backbone.config.eos_token_id
+        end = getattr(backbone.config, "eos_token_id", None)
         token = end[0] if isinstance(end, list) else backbone.vocab - 1 if end is None else end
     if token >= backbone.vocab:
         raise UserError(f"drafter.mask_token is a token of the backbone's vocabulary of {backbone.vocab}; got {token}")

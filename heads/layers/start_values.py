@@ -49,9 +49,10 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
 
     Raises UserError for a shape that cannot be built.
     """
-    config: dict[str, Any] = backbone.config.to_dict()
+    stated: dict[str, Any] = backbone.config.to_dict()
+    config = {key: value[-1] if isinstance(value, list) and value else value for key, value in stated.items()}  # Gemma-3n has one a layer
     given = {} if shape is None else shape.model_dump(exclude_none=True)
-    heads = backbone.config.num_attention_heads
+    heads: int = config.get("num_attention_heads") or getattr(backbone.config, "num_attention_heads", None) or max(backbone.dim // 64, 1)
     kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim")
     if backbone.dim % heads:  # as GLM-4.5's 96 in 5,120 or GLM-4.7-Flash's 20 in 2,048, which engines refuse in a Llama's layer
         most = backbone.dim // (width or backbone.dim // heads)

@@ -135,17 +135,17 @@ def prompts_for(backbone: Backbone, wishes: Wishes) -> tuple[list[Tensor], str]:
 
 def written(backbone: Backbone) -> list[Tensor]:
     """Return the beginnings of texts that the backbone samples from its first token, or from different tokens if it has none."""
-    first = backbone.config.bos_token_id
-    starts = [first] * PROMPTS if isinstance(first, int) else spread(1, backbone.vocab - 1, PROMPTS)
+    first, places = getattr(backbone.config, "bos_token_id", None), {*backbone.placeholders.values()}
+    starts = [first] * PROMPTS if isinstance(first, int) else [one for one in spread(1, backbone.vocab - 1, PROMPTS) if one not in places]
     prompts = [torch.tensor([start]) for start in starts]
     with progress("writing prompts with the backbone", "prompt", PROMPTS) as bar:
         output = continue_texts(
-            SpeculativeModel(backbone), prompts, Settings(WRITTEN, temperature=1.0), list(range(PROMPTS)), speculate=False
+            SpeculativeModel(backbone), prompts, Settings(WRITTEN, temperature=1.0), list(range(len(starts))), speculate=False
         )
         bar.update(PROMPTS)
     found = [row_T[: 2 + sum(lengths)].cpu() for row_T, lengths in zip(output.sequences, output.accept_lengths, strict=True)]
     ends = end_tokens(backbone.model.generation_config)
-    usable = [row_T for row_T in found if int(row_T[-1]) not in ends]
+    usable = [row_T for row_T in found if int(row_T[-1]) not in ends and places.isdisjoint(row_T.tolist())]
     if not usable:
         raise UserError(f"{backbone.name or 'the backbone'} ends every text that it begins itself; give prompts with --prompts FILE")
     return usable

@@ -1,7 +1,7 @@
 """Every class of transformers' causal and image-text mappings, as a tiny random model: what becomes of it here, in fp32, with text alone
 and, of those that read images, with an image in the prompt.
 
-    python tests/helpers/every_model.py                          all that out/every_model.json does not hold yet; about fifteen minutes
+    python tests/helpers/every_model.py                          all that out/every_model.json does not hold yet; about twenty minutes
     python tests/helpers/every_model.py --only llama bloom       these anew
     python tests/helpers/every_model.py --page docs/families.md  the same, then the page's section is written from what the file holds
 
@@ -107,7 +107,7 @@ def alone_of(model: PreTrainedModel, inputs: dict[str, Tensor], how: dict[str, A
 
 
 def same_text(on: Backbone, asked: list[dict[str, Tensor]], alone: list[list[int]], how: dict[str, Any]) -> None:
-    """With n-grams and random Medusa heads, and with drafts that are mostly right: greedy as transformers, sampled as without drafts."""
+    """With n-grams and random heads of several kinds, and with drafts that are mostly right: greedy as transformers, sampled as without."""
     random = SpeculativeModel(on, random_drafter("medusa", on, depth=2), proposers=made(["suffix", "recycling"]), capture="off")
     right = SpeculativeModel(on, Scripted(on, alone, "nearly"), proposers=made(["suffix"]), capture="off")
     for seed, (inputs, text) in enumerate(zip(asked, alone, strict=True)):
@@ -116,6 +116,9 @@ def same_text(on: Backbone, asked: list[dict[str, Tensor]], alone: list[list[int
             assert say(heads, inputs, tree=tree, **how)[0].tolist() == text, f"greedy, {tokens} tokens, {tree}"
         plain = say(random, inputs, seed=seed, speculate=False, **sampled)
         assert torch.equal(say(random, inputs, seed=seed, tree=TREE, **sampled), plain), f"sampled, {tokens} tokens"
+    for kind, settings in (("eagle3", {}), ("block", {"mask_token": 1}), ("hydra", {})):
+        heads = SpeculativeModel(on, random_drafter(kind, on, depth=2, **settings), capture="off")
+        assert say(heads, asked[0], tree=TREE, **how)[0].tolist() == alone[0], kind
     batch = batch_of(asked[:2])
     assert unpadded(say(right, batch, tree=TREE, **how), batch) == alone[:2], "two rows together"
 
@@ -167,8 +170,8 @@ HEAD = f"""{TITLE}
 
 Every class of transformers' causal and image-text mappings as a tiny random model of its default configuration, text alone, in fp32:
 prompts of 9, 14 and 90 tokens, the last of which passes every window, chunk and original length; with n-grams and random Medusa heads,
-with drafts that are mostly right, in fixed and in adaptive shapes, sampled, and two rows together. None differs. `make test-models` does
-it anew, in some fifteen minutes on two cores, and writes this section.
+with random EAGLE-3, block and Hydra heads, with drafts that are mostly right, in fixed and in adaptive shapes, sampled, and two rows
+together. None differs. `make test-models` does it anew, in some twenty minutes on two cores, and writes this section.
 
 """
 LOOKING = """

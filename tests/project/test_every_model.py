@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 PAGE, _, IMAGES = (ROOT / "docs" / "families.md").read_text().partition(TITLE)[2].partition(LOOKING)
 DOZEN = (
     "llama", "gemma4_text", "gpt_oss", "qwen3_5_text", "minicpm3", "lfm2", "nemotron_h", "trocr", "falcon_mamba", "bert", "qwen3_vl",
-    "kosmos-2.5", "aria", "florence2", *(f"{kind}{SEEN}" for kind in ("mistral3", "glm5_next", "paligemma", "lfm2_vl", "blip-2")),
+    "kosmos-2.5", "aria", "florence2", "gemma3n_text", "mamba2", "mllama", "qwen4_exp", "openai-gpt",
+    *(f"{kind}{SEEN}" for kind in ("mistral3", "glm5_next", "paligemma", "lfm2_vl", "blip-2")),
 )  # fmt: skip
 """Trees, chains and lines, of texts and of images; those in which the first sweep found a fault are among them."""
 

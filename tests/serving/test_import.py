@@ -11,6 +11,7 @@ import torch
 from engines_alone import headstart_drafts
 from families import VOCAB, shake, texts, tiny
 from foreign import DV, D, Tensors, near_one, write
+from image_models import image_backbone
 from plain.base import Target
 from plain.drafts import headstart_logits, reference_drafts
 from plain.folders import read_heads
@@ -282,3 +283,11 @@ def test_a_second_layers_norm_may_have_either_name(on: Backbone, tmp_path: Path)
     tensors["layers.1.hidden_norm.weight"] = other
     ((reading, drafter),) = readings(write(tmp_path / "one", {**config, "num_hidden_layers": 2}, tensors), on)
     assert torch.equal(drafter.tensors()["layers.1.input_layernorm.weight"], other) and not reading.choice
+
+
+def test_a_model_that_reads_images_writes_prompts_of_text() -> None:
+    """Its configuration of text names no first token, and some of its tokens stand for images."""
+    on = image_backbone("qwen3-vl")
+    assert not hasattr(on.config, "bos_token_id") and on.placeholders
+    rows = importer.written(on)
+    assert len(rows) > 2 and not {*on.placeholders.values()} & {int(token) for row in rows for token in row}
