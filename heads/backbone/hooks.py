@@ -100,8 +100,8 @@ def frozen(module: nn.Module) -> Iterator[None]:
 def stream(layer: nn.Module, output: Any, dim: int) -> Tensor:
     """Return the residual stream ``[B, T, D]`` of what a layer returns: of several the mean, of Gemma-3n's that which it computes on."""
     hidden: Tensor = output[0] if isinstance(output, tuple | list) else output
-    if hasattr(layer, "altup"):
-        return hidden[int(layer.altup.config.altup_active_idx)]
+    if (streams := getattr(getattr(layer, "altup", None), "config", None)) is not None:
+        return hidden[streams.altup_active_idx]
     if hidden.ndim == 4:
         return hidden.mean(2)
     return hidden if hidden.shape[-1] == dim else hidden.unflatten(-1, (-1, dim)).mean(2)  # Qwen-4's stand side by side
@@ -114,7 +114,7 @@ def last_run(layers: nn.ModuleList, tap: int) -> int:
 
 @contextmanager
 def tapped(layers: nn.ModuleList, taps: tuple[int, ...], dim: int) -> Iterator[dict[int, Tensor]]:
-    """Collect the residual stream, ``dim`` wide, after each of the ``taps`` layers (0: the embedding) while the model runs in this thread."""
+    """Collect the residual stream, ``dim`` wide, after each of the ``taps`` layers (0: the embedding) while a model runs in this thread."""
     kept: dict[int, Tensor] = {}
     thread = threading.get_ident()
 
