@@ -30,9 +30,9 @@ from headstart.training.data.data import count_labels, load_data, most_frequent
 from headstart.training.features.cached import FeaturesBetweenEpochs
 from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.objective.loss_rows import StepKey, count_label_tokens
+from headstart.training.objective.objective import TrainStep
 from headstart.training.recipe.recipe import load_recipe, split_drafter
 from headstart.training.run.optimizer import build_optimizer
-from headstart.training.run.step import TrainStep
 
 
 @dataclass(frozen=True)

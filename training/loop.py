@@ -81,7 +81,7 @@ def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
     last = run.done == run.feed.steps
     run.pending = bool(run.prompts) and (last or _due(run.done, run.recipe.eval.every))
     for trainer in run.trainers if run.pending else []:
-        trainer.tau = trainer.acceptance = trainer.teacher_forced = None  # those before were of other weights
+        trainer.results = dict.fromkeys(trainer.results)  # those before were of other weights
     try:
         run.log.advance()
         _log(run)
@@ -237,7 +237,7 @@ def save_results(run: Run) -> None:
     """Add the results of this step's evaluation to what was saved at this step, if it was."""
     if run.accelerator.is_main_process and run.saved == run.done:
         for trainer in run.trainers:
-            if trainer.tau is not None or trainer.teacher_forced is not None:
+            if trainer.results["tau"] is not None or trainer.results["teacher_forced"] is not None:
                 add_provenance(trainer.folder, trainer.results)
         add_results(run.folder, run.done, {trainer.name: trainer.results for trainer in run.trainers}, evaluated=not run.pending)
 

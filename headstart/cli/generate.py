@@ -114,12 +114,14 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 def chat(args: argparse.Namespace) -> int:
     """Chat in a terminal or through a pipe."""
     with waiting("importing torch and transformers"):
-        from headstart.cli.conversation import Chat, converse, require_template
+        from headstart.cli.conversation import Chat, converse
         from headstart.cli.loading import backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
 
     quiet()
     name, prompter = model_of(args, None)
-    require_template(prompter)
+    if not prompter.templated:
+        named = prompter.tokenizer.name_or_path
+        raise UserError(f"the tokenizer of {named} has no chat template, so it cannot chat; use headstart generate")
     backbone = backbone_of(name, args)
     heads = heads_of(drafting_heads(args, backbone), backbone, prompter.tokenizer, args)
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed

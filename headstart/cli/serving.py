@@ -33,9 +33,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument("--backbone", metavar="M", help="backbone that engines load, a folder or hub id (default: the one of the training)")
-    parser.add_argument(
-        "--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="dtype of the written weights (default: auto, as stored)"
-    )
+    about = "dtype of the written weights (default: auto, as stored)"
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help=about)
     parser.add_argument(
         "--adapter", choices=("merge", "keep"), default="merge",
         help="a backbone adapter that the heads were trained with: write the backbone with the adapter merged into it beside the heads "
@@ -61,9 +60,8 @@ def add_push(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("repo", metavar="REPO", help="repository on the hub, USER/NAME; created if needed")
     parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument("--dry-run", type=Path, metavar="OUT", help="write the folder there, a new one, and upload nothing")
-    parser.add_argument(
-        "--bench", type=Path, action="extend", nargs="+", metavar="FILE", help="reports of headstart bench --json, for the model card"
-    )
+    about = "reports of headstart bench --json, for the model card"
+    parser.add_argument("--bench", type=Path, action="extend", nargs="+", metavar="FILE", help=about)
     parser.add_argument("--base-model", metavar="HUB_ID", help="the backbone's hub id, if the heads were trained on a local copy")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the weights (auto: as saved)")
 
@@ -161,20 +159,19 @@ def verify(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     name = backbone_name(name, [heads] if heads else [])
     backbone, prompts, where = _subject(args, name, heads)
-    verdict = examine(
-        Check(
-            folder=folder,
-            backbone=backbone,
-            heads=None if heads == str(folder) else heads,
-            engine=args.engine,
-            prompts=prompts,
-            new_tokens=args.max_new_tokens,
-            depth=args.depth,
-            allow_finetuned=args.allow_finetuned,
-            where=where,
-            stored=None if args.heads else stored,
-        )
+    check = Check(
+        folder=folder,
+        backbone=backbone,
+        heads=None if heads == str(folder) else heads,
+        engine=args.engine,
+        prompts=prompts,
+        new_tokens=args.max_new_tokens,
+        depth=args.depth,
+        allow_finetuned=args.allow_finetuned,
+        where=where,
+        stored=None if args.heads else stored,
     )
+    verdict = examine(check)
     print("\n".join(verdict.lines()))
     write_json(args.json, verdict.report())
     return 0 if verdict.equal else 1

@@ -106,7 +106,6 @@ def add_new_head(parser: argparse.ArgumentParser) -> None:
 
 def new_head(args: argparse.Namespace) -> int:
     """Write a folder with a working head, a recipe and a test."""
-
     name = args.name
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names or not name.islower():
         raise UserError(f"{name!r} can't name a package of Python; use lower-case letters, digits and _, such as my_head")

@@ -72,12 +72,6 @@ def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
     )
 
 
-def empty_batch(length: int) -> Batch:
-    """Make a batch of one row of padding, for a process with fewer micro-batches than others."""
-    tokens_1T = torch.zeros(1, length, dtype=torch.int64)
-    return Batch(tokens_1T, torch.zeros_like(tokens_1T, dtype=torch.bool), torch.full_like(tokens_1T, -1), ((),))
-
-
 def batches_by_length(samples: Sequence[Sample], indices: Iterable[int], positions: int = FORWARD_TOKENS) -> Iterator[list[int]]:
     """Group samples of similar length, by their indices, into batches of so many positions, padding included."""
     batch: list[int] = []
@@ -237,9 +231,10 @@ class BatchSampler:
         """Yield this process's micro-batches of the step."""
         batches = self.local_rows(step)
         if self.equal_counts:
+            padding_1T = torch.zeros(1, MIN_TOKENS, dtype=torch.int64, device=device)
             most = -(-self.train.batch_size // self.processes)  # rows of the first process; no process has more
             for _ in range(-(-most // (self.train.micro_batch or most)) - len(batches)):
-                yield empty_batch(MIN_TOKENS).to(device)
+                yield Batch(padding_1T, padding_1T.bool(), padding_1T - 1, ((),))
         for rows in batches:
             yield collate(self.samples, rows).to(device)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.template import template_hash
@@ -26,7 +25,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, value_hash, write_json
+from headstart.support.files import value_hash, write_json
 from headstart.support.hub import inside
 from headstart.support.json_text import read_json
 from headstart.training.data.batches import samples_hash
@@ -207,15 +206,6 @@ def open_shard(manifest: Manifest, number: int) -> Any:
             "delete it and run headstart cache with this recipe again"
         )
     return file
-
-
-def save_tensors(tensors: Record, path: Path, header: dict[str, str]) -> None:
-    """Write a file of a cache atomically. Raises UserError on disk errors."""
-    try:
-        with atomic(path) as temporary:
-            save_file(tensors, temporary, metadata=header)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {error}") from None
 
 
 def free_bytes(folder: Path) -> int:

@@ -103,7 +103,9 @@ class Servers:
                 return answer
             except Passing as passing:
                 problem = f"{url}: {passing}"
-                self._rest(url)
+                with self.lock:
+                    failures = self.resting.get(url, (0.0, 0))[1] + 1
+                    self.resting[url] = (time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)), failures)
         raise UserError(
             f"no hidden states for {self.settings.patience:g} s (features.patience), at last {problem or 'since the run ends'}; see that a "
             "server of features.endpoint runs; the same command then goes on from here"
@@ -117,11 +119,6 @@ class Servers:
             waits = {url: max(0.0, self.resting.get(url, (0.0, 0))[0] - time.monotonic()) for url in order}
             url = min(order, key=lambda one: waits[one])
             return url, waits[url]
-
-    def _rest(self, url: str) -> None:
-        with self.lock:
-            failures = self.resting.get(url, (0.0, 0))[1] + 1
-            self.resting[url] = (time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)), failures)
 
     def _ask(self, url: str, body: dict[str, Any]) -> Answer:
         try:

@@ -73,11 +73,6 @@ def open_for_training(
     return load_head_only(section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, device=device)
 
 
-def open_to_cache(recipe: Recipe, device: torch.device | None) -> Backbone:
-    """Load what writing a recipe's cache needs of the backbone: all of it, unless servers run it. Raises UserError."""
-    return open_for_training(recipe.model_copy(update={"cache": sections.Cache()}), device)
-
-
 def read_config(section: sections.Backbone) -> PretrainedConfig:
     """Load the backbone's configuration; nothing else is downloaded. Raises UserError if there is none."""
     if find_gguf(section.path) is not None:
@@ -178,14 +173,6 @@ class LiveWithCache(LiveFeatures):
     def read(self, batch: Batch) -> FeaturesWithCache:
         cache = DynamicCache()  # without a configuration, so that sliding layers keep all keys
         return FeaturesWithCache(**vars(self.read_into(cache, batch)), cache=cache)
-
-
-def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
-    """Return the feature source, with the KV cache if a drafter trains on-policy."""
-    if not any(one.objective.on_policy for one in recipe.per_drafter().values()):
-        return source
-    assert isinstance(source, LiveFeatures)  # recipes with a feature cache are rejected on loading
-    return LiveWithCache(source.backbone, source.taps)
 
 
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:

@@ -99,10 +99,8 @@ def _gain(gain: dict[str, Any] | str) -> str:
         return f"not known here: {gain}"
     if gain["break_even"] is None:
         return "never on this machine, with drafts one by one: drafting and verifying takes longer than the steps it saves"
-    expected = [
-        f"{one['speedup']:.2f} x with {p:.0%} ({one['depth']} drafted, tau {one['tau']:.2f})" for p, one in gain["expected"].items()
-    ]
-    return f"from {gain['break_even']:.0%} of drafts accepted at each depth; {', '.join(expected)}; a step takes {gain['step_ms']:.1f} ms"
+    gains = [f"{one['speedup']:.2f} x with {p:.0%} ({one['depth']} drafted, tau {one['tau']:.2f})" for p, one in gain["expected"].items()]
+    return f"from {gain['break_even']:.0%} of drafts accepted at each depth; {', '.join(gains)}; a step takes {gain['step_ms']:.1f} ms"
 
 
 def duration(hours: float) -> str:

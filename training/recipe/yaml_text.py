@@ -24,7 +24,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent, NodeEvent
 from ruamel.yaml.resolver import VersionedResolver
 
-from headstart.support.errors import UserError, cause
+from headstart.support.errors import UserError, cause, naming
 from headstart.support.files import as_path
 from headstart.support.hub import local_or_shipped
 from headstart.support.json_text import MAX_DEPTH, TOO_DEEP, require_depth, whole
@@ -74,11 +74,9 @@ def parse_yaml(text: str, source: str) -> Any:
     except ValueError as error:
         said = "a whole number of thousands of digits; at most 64 bits are read" if "digit" in str(error) else cause(error)
         raise UserError(f"{source}: not valid YAML: {said}") from None
-    try:
+    with naming(source):
         require_depth(value, MAX_VALUES)
         return _plain(value)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
 
 
 def _require_shape(text: str, source: str) -> None:

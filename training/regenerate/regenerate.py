@@ -11,11 +11,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
-from headstart.chat.messages import shortened
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import progress
+from headstart.support.text import shortened
 from headstart.training.data.data import say_unread, sound_rows
 from headstart.training.data.rows import read_rows
 from headstart.training.data.tokenise import begun_at, chat_settings, now
@@ -115,12 +115,9 @@ def _one_dataset(recipe: Recipe) -> Data:
 def _dependencies(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
     """Return the dependencies of the new rows that hold for all responders."""
     data, sampling = to_dict(recipe.data), to_dict(recipe.regenerate)
-    return (
-        {f"data.{key}": data[key] for key in DATA}
-        | {"rows": len(items), "hash of the rows": value_hash([item.key for item in items])}
-        | {f"regenerate.{key}": sampling[key] for key in SAMPLING}
-        | {"seed": recipe.seed}
-    )
+    rows = {"rows": len(items), "hash of the rows": value_hash([item.key for item in items])}
+    answers = {f"regenerate.{key}": sampling[key] for key in SAMPLING} | {"seed": recipe.seed}
+    return {f"data.{key}": data[key] for key in DATA} | rows | answers
 
 
 def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile, rows: int) -> None:
@@ -147,10 +144,6 @@ def _finished(responder: Responder, missing: Sequence[Item], wrote: Callable[[in
     yield from responder.respond([item for item in missing if item.pending], wrote)
 
 
-def _kept(error: str, recipe: Recipe) -> str:
-    return ", which is kept cut off" if error == "truncated" and recipe.regenerate.unfinished == "keep" else ""
-
-
 def _said_of_tokens(report: dict[str, Any]) -> list[str]:
     """Say what is trained on where a server has answered: the tokens that were written, or those of the text."""
     with_ids, compared, other = (report.get(f"answers_{name}", 0) for name in ("with_token_ids", "compared", "tokenised_otherwise"))
@@ -166,19 +159,16 @@ def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
     reset = "".join(f" data.{key}={one or 'null'}" for key, one in usual.items() if getattr(recipe.data, key) != one)
     tau = f", mean acceptance length (tau) {report['tau']:.2f}" if "tau" in report else ""
     rows = {error: f": rows {shortened(sorted(numbers))}" for error, numbers in report["set_aside"].items() if numbers}
-    details = {"refused": f" ({detail})"}
+    details = {"refused": f" ({detail})", "truncated": ", which is kept cut off" if recipe.regenerate.unfinished == "keep" else ""}
     errors = {error: f"{text}{details.get(error, '')}{rows.get(error, '')}" for error, text in ERRORS.items() if report[error]}
     print(
-        "\n".join(
-            [
-                f"answers   {report['out']}: {report['rows_written']:,} of {report['rows']:,} rows, {report['turns']:,} answers, "
-                f"{report['tokens']:,} tokens",
-                *(f"          {report[error]:,} rows had {text}{_kept(error, recipe)}" for error, text in errors.items()),
-                *([f"          {report['rows_dropped']:,} rows had no whole answer and were dropped"] if report["rows_dropped"] else []),
-                *_said_of_tokens(report),
-                f"speed     {report['tokens_per_second']:,.1f} tokens/s{tau}",
-                f"next      train with data.train={report['out']}{reset}{f' cache.dir={recipe.cache.dir}' if _caches(recipe) else ''}",
-            ]
-        ),
+        f"answers   {report['out']}: {report['rows_written']:,} of {report['rows']:,} rows, {report['turns']:,} answers, "
+        f"{report['tokens']:,} tokens",
+        *(f"          {report[error]:,} rows had {text}" for error, text in errors.items()),
+        *([f"          {report['rows_dropped']:,} rows had no whole answer and were dropped"] if report["rows_dropped"] else []),
+        *_said_of_tokens(report),
+        f"speed     {report['tokens_per_second']:,.1f} tokens/s{tau}",
+        f"next      train with data.train={report['out']}{reset}{f' cache.dir={recipe.cache.dir}' if _caches(recipe) else ''}",
+        sep="\n",
         file=sys.stderr,
     )

@@ -63,8 +63,7 @@ def _start_wandb(recipe: Recipe, run_id: str | None) -> WandBTracker:
     try:
         tracker.start()
     except wandb.errors.Error as error:
-        cause = " ".join(str(error).split())
-        raise UserError(f"log.wandb={log.wandb}: {cause}; run wandb login, or set log.wandb=offline or off") from None
+        raise UserError(f"log.wandb={log.wandb}: {cause(error)}; run wandb login, or set log.wandb=offline or off") from None
     return tracker
 
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -110,7 +110,7 @@ class StopSignal:
         self.number, self.received = number, True
         self._restore()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _restore(self) -> None:
@@ -183,9 +183,8 @@ def empty_model(section: sections.Backbone) -> PreTrainedModel:
     """Build a recipe's backbone with parameters on the meta device, for `shard_layers` to fill; buffers that no file holds have values."""
     config = load_config(section.path, trust_remote_code=section.trust_remote_code)
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model = auto_model(config).from_config(
-            config, attn_implementation=attention_kernel(section.attention), trust_remote_code=section.trust_remote_code
-        )
+        kernel = attention_kernel(section.attention)
+        model = auto_model(config).from_config(config, attn_implementation=kernel, trust_remote_code=section.trust_remote_code)
     return model.eval()
 
 
@@ -251,9 +250,8 @@ def gather_like(shard: Tensor, like: Tensor) -> Tensor:
     """Gather the tensor of which ``shard`` is this process's shard, sharded like ``like``."""
     if not isinstance(like, DTensor):
         return shard
-    return DTensor.from_local(
-        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    ).full_tensor()
+    whole = DTensor.from_local(shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return whole.full_tensor()
 
 
 def is_sharded(backbone: Backbone) -> bool:
