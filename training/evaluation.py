@@ -80,10 +80,8 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
     if not run.backbone.whole or run.backbone.refusal is not None or run.backbone.dependence is not None:
         return _measure_stored(run, trainer, drafter)
     settings, prompts = run.recipe.eval, run.prompts
-    run.log.say(
-        f"step {run.done}/{run.feed.steps}: evaluating {trainer.name or 'the heads'} on {len(prompts)} prompts of up to "
-        f"{settings.max_new_tokens} tokens, for at most {settings.max_seconds:g} s (eval.max_seconds)"
-    )
+    limits = f"of up to {settings.max_new_tokens} tokens, for at most {settings.max_seconds:g} s (eval.max_seconds)"
+    run.log.say(f"step {run.done}/{run.feed.steps}: evaluating {trainer.name or 'the heads'} on {len(prompts)} prompts {limits}")
     end, together = time.monotonic() + settings.max_seconds, is_sharded(run.backbone)
     with progress("evaluating", "token", len(prompts) * settings.max_new_tokens, run.accelerator.is_main_process) as bar:
 

@@ -111,10 +111,8 @@ def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tup
         return {"extends": extended, **report}, [*shown, *screen]
     settle(path)
     if path.is_dir() and not (path / METADATA).is_file():
-        raise UserError(
-            f"{target} is a folder without {METADATA}: neither a recipe nor trained heads; give a recipe (.yaml), or a folder that "
-            "training has saved heads in (save.dir)"
-        )
+        wanted = "give a recipe (.yaml), or a folder that training has saved heads in (save.dir)"
+        raise UserError(f"{target} is a folder without {METADATA}: neither a recipe nor trained heads; {wanted}")
     if overrides:
         raise UserError(f"{target} is taken for trained heads, which take no overrides ({overrides[0]}); a recipe ends in .yaml")
     return inspect_checkpoint(target)

@@ -51,10 +51,8 @@ def read_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict
     """Return each ``token`` with its ``text``, whether it has a ``loss``, and whether it is ``special``."""
     tokens, special = sample.tokens.tolist(), set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     texts, losses = token_texts(tokenizer, tokens), sample.loss_mask.tolist()
-    return [
-        {"token": token, "text": text, "loss": loss, "special": token in special}
-        for token, text, loss in zip(tokens, texts, losses, strict=True)
-    ]
+    rows = zip(tokens, texts, losses, strict=True)
+    return [{"token": token, "text": text, "loss": loss, "special": token in special} for token, text, loss in rows]
 
 
 def paint(tokens: list[dict[str, Any]], marks: bool) -> Text:

@@ -204,10 +204,9 @@ def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
     part = closest.largest_part
     largest = gigabytes(closest.phases[closest.peak_phase][part])
     more = "more memory (--memory)" if machine.processes > 1 else "more GPUs (--gpus), which share the backbone, or more memory (--memory)"
-    raise UserError(
-        f"nothing fits {machine.processes} x {gigabytes(machine.memory)}, not even one row at a time: it takes {gigabytes(closest.peak)}, "
-        f"of which the largest part is {part}, {largest}; give {more}, or a smaller backbone"
-    )
+    needed = f"it takes {gigabytes(closest.peak)}, of which the largest part is {part}, {largest}"
+    fault = f"nothing fits {machine.processes} x {gigabytes(machine.memory)}, not even one row at a time"
+    raise UserError(f"{fault}: {needed}; give {more}, or a smaller backbone")
 
 
 def _ladder(tree: Tree, machine: Machine) -> Iterator[Tree]:

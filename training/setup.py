@@ -69,6 +69,11 @@ class Run:
     """The processes' group for what they agree on apart from their passes; None: the run's own."""
 
     @property
+    def drafter(self) -> Drafter:
+        """The drafter, or the first of several."""
+        return self.trainers[0].drafter
+
+    @property
     def folder(self) -> Path:
         return Path(self.recipe.save.dir)
 
@@ -200,17 +205,13 @@ def _trainer(
 
 def _resume(run: Run, state: State) -> None:
     if (digest := state.progress.get("data", run.feed.samples_hash)) != run.feed.samples_hash:
-        raise UserError(
-            f"{state.folder} was trained on other samples (hash {digest}, now {run.feed.samples_hash}), so the rest of the run would "
-            f"read others than it should: the rows of {run.recipe.data.name} or the tokenizer have changed; restore them, or choose "
-            "another save.dir"
-        )
+        fault = f"{state.folder} was trained on other samples (hash {digest}, now {run.feed.samples_hash})"
+        changed = f"the rows of {run.recipe.data.name} or the tokenizer have changed; restore them, or choose another save.dir"
+        raise UserError(f"{fault}, so the rest of the run would read others than it should: {changed}")
     adapter = state.progress.get("adapter")
     if run.recipe.backbone.adapter is not None and adapter != run.backbone.adapter_digest:
-        raise UserError(
-            f"{state.folder} was trained with adapter {adapter}; {run.recipe.backbone.adapter} is now {run.backbone.adapter_digest}: "
-            "restore it, or choose another save.dir"
-        )
+        changed = f"{run.recipe.backbone.adapter} is now {run.backbone.adapter_digest}"
+        raise UserError(f"{state.folder} was trained with adapter {adapter}; {changed}: restore it, or choose another save.dir")
     run.done = run.saved = state.step
     run.tokens, run.pending = state.progress["tokens"], bool(run.prompts) and not state.progress.get("evaluated", True)
     for trainer in run.trainers:

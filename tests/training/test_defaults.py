@@ -89,7 +89,7 @@ def test_output_layers_learn_at_a_rate_of_their_own(small: Path, drafter: str, c
     trainer = run.trainers[0]
     rate = trainer.set_learning_rate(3, 6)
     rates = {id(weight): group["lr"] for group in trainer.optimizer.param_groups for weight in group["params"]}
-    layer = run.trainers[0].drafter.lm_head if drafter == "eagle3" else run.trainers[0].drafter.output_layers()[0]  # type: ignore[attr-defined]
+    layer = run.drafter.lm_head if drafter == "eagle3" else run.drafter.output_layers()[0]  # type: ignore[attr-defined]
     assert rates.pop(id(layer.weight)) == pytest.approx(ratio * rate) and rate > 0
     assert drafter != "eagle3" or {*rates.values()} == {rate}
     assert trainer.chosen.values.get("train.readout_lr_ratio", 1.0) == (1.0 if "readout" in "".join(changes) else ratio)
@@ -164,9 +164,9 @@ def test_a_frozen_readout_stays_the_backbones(small: Path) -> None:
     assert main([str(small), arguments]) == 0
     run = prepare(load_recipe(small, [arguments]))
     run.log.close()
-    assert torch.equal(run.trainers[0].drafter.lm_head.weight, run.backbone.unembed.weight)  # type: ignore[attr-defined]
+    assert torch.equal(run.drafter.lm_head.weight, run.backbone.unembed.weight)  # type: ignore[attr-defined]
     fresh = build_drafter("eagle3", run.backbone, {"depth": 2})
-    assert not torch.equal(run.trainers[0].drafter.fc.weight, fresh.fc.weight)  # type: ignore[attr-defined]
+    assert not torch.equal(run.drafter.fc.weight, fresh.fc.weight)  # type: ignore[attr-defined]
 
 
 def test_a_readout_of_another_width_cannot_be_frozen(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

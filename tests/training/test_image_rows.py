@@ -159,7 +159,7 @@ def test_labels_are_the_answers_alone_and_features_the_models_own(family: str, t
 def test_what_prompts_with_images_are_evaluated_on_is_what_generate_writes(shared: Path, tmp_path: Path) -> None:
     run = prepared(shared, tmp_path, "train.batch_size=2", "eval.prompts=2")
     prompt = next(prompt for prompt in run.prompts if prompt.images)
-    found = evaluate(run.trainers[0].drafter, [prompt], run.recipe.eval, 0, run.tokenizer)
+    found = evaluate(run.drafter, [prompt], run.recipe.eval, 0, run.tokenizer)
     model = AutoModelForImageTextToText.from_pretrained(shared.parent / "model", dtype=torch.float32)
     ids = prompt.tokens[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | prompt.images[0].reader.beside(prompt.images, prompt.tokens)

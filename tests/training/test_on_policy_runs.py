@@ -58,11 +58,11 @@ def test_on_policy_training_improves_its_own_drafts(tmp_path: Path) -> None:
         run = prepare(load_recipe(path, [f"save.dir={tmp_path}/{weight}"]))
         assert train(run) == 0
         run.log.close()
-        source, objective = LiveWithCache(run.backbone, run.trainers[0].drafter.taps), Objective(on_policy=1.0, on_policy_share=1.0)
+        source, objective = LiveWithCache(run.backbone, run.drafter.taps), Objective(on_policy=1.0, on_policy_share=1.0)
         rows = [[i] for i in range(len(run.feed.samples))]
         with torch.no_grad():
             features = source.read(collate(run.feed.samples, rows))
-            distances[weight] = on_policy_loss(FusedLoss(objective, run.trainers[0].drafter), features, KEY).item()
+            distances[weight] = on_policy_loss(FusedLoss(objective, run.drafter), features, KEY).item()
     assert distances[2.0] < 0.98 * distances[0.0]
 
 

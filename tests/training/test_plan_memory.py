@@ -102,7 +102,7 @@ def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Pa
     recipe = load_recipe(small, overrides)
     parts = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).persistent()
     run = prepare(recipe)
-    weights = [weight for weight in run.trainers[0].drafter.parameters() if weight.requires_grad]
+    weights = [weight for weight in run.drafter.parameters() if weight.requires_grad]
     trained = 4 * sum(weight.numel() for weight in weights)
     matrices = 4 * sum(w.numel() for w in weights if w.ndim == 2 and run.backbone.vocab not in w.shape)
     assert parts["backbone weights"] >= 4 * sum(weight.numel() for weight in run.backbone.model.parameters())

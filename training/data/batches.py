@@ -92,9 +92,8 @@ def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[
     for index in sorted(order, key=lambda i: -lengths[i]):
         length = lengths[index]
         if length > row_length:
-            raise UserError(
-                f"a sample of {length} tokens does not fit a row of {row_length}; raise data.max_length or set data.overlong=split"
-            )
+            remedy = "raise data.max_length or set data.overlong=split"
+            raise UserError(f"a sample of {length} tokens does not fit a row of {row_length}; {remedy}")
         fitting = rooms >> length
         room = length + (fitting & -fitting).bit_length() - 1 if fitting else row_length
         row = by_room[room].pop() if fitting else len(rows)

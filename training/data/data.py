@@ -179,10 +179,8 @@ def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Sam
     longest = context - settings.max_new_tokens
     fitting = [prompt for sample in samples if 0 < len((prompt := _prompt(sample, settings.prompt_tokens)).tokens) <= longest]
     if samples and not fitting:
-        raise UserError(
-            f"no held-out prompt leaves eval.max_new_tokens={settings.max_new_tokens} of the backbone's context of {context};"
-            " lower eval.max_new_tokens, eval.prompt_tokens or data.max_length"
-        )
+        fault = f"no held-out prompt leaves eval.max_new_tokens={settings.max_new_tokens} of the backbone's context of {context}"
+        raise UserError(f"{fault}; lower eval.max_new_tokens, eval.prompt_tokens or data.max_length")
     return fitting[: settings.prompts]
 
 

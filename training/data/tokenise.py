@@ -120,10 +120,8 @@ def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, 
             bar.update(counts.rows)
     if not samples and stats.rows_without_assistant == stats.rows:
         roles = ", ".join(stats.roles) or "none"
-        raise UserError(
-            f"no assistant turn to train on in any of the {stats.rows} rows of {source} (roles found: {roles});"
-            " data.loss_on=all trains on every token"
-        )
+        fault = f"no assistant turn to train on in any of the {stats.rows} rows of {source} (roles found: {roles})"
+        raise UserError(f"{fault}; data.loss_on=all trains on every token")
     if not samples:
         raise UserError(f"no label tokens in {source}: {stats}")
     return samples, stats

@@ -68,10 +68,8 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
     if estimate:
         return report
     if (free := report["bytes_free"]) < (needed := report["bytes_missing"]) + SPARE_BYTES:
-        raise UserError(
-            f"{planned.manifest.folder} needs {gigabytes(needed)} and the disk has {gigabytes(free)} free; make room, choose another "
-            "cache.dir, or keep less: cache.dtype=int8 or a lower data.limit"
-        )
+        remedy = "make room, choose another cache.dir, or keep less: cache.dtype=int8 or a lower data.limit"
+        raise UserError(f"{planned.manifest.folder} needs {gigabytes(needed)} and the disk has {gigabytes(free)} free; {remedy}")
     start = time.perf_counter()
     with closing(_source(recipe, planned)) as source:
         written = write_missing(planned.manifest, planned.form, planned.splits, source)

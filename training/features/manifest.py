@@ -169,10 +169,8 @@ class ShardReader:
         self.ends = [end for _, end in manifest.shards]
         if missing := manifest.missing():
             names = f"{manifest.shard(missing[0]).name}{', ...' if len(missing) > 1 else ''}"
-            raise UserError(
-                f"{manifest.folder} is not finished: found {len(self.ends) - len(missing)} shards, expected {len(self.ends)} "
-                f"(missing: {names}); run headstart cache with this recipe to go on with it"
-            )
+            found = f"found {len(self.ends) - len(missing)} shards, expected {len(self.ends)} (missing: {names})"
+            raise UserError(f"{manifest.folder} is not finished: {found}; run headstart cache with this recipe to go on with it")
         for number in range(len(self.ends)):
             open_shard(manifest, number)
         self._open = lru_cache(MAX_OPEN)(self._opened)
@@ -201,10 +199,8 @@ def open_shard(manifest: Manifest, number: int) -> Any:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run headstart cache with this recipe again") from None
     if (cache_id := header.get("cache")) != manifest.id:
-        raise UserError(
-            f"{path.name} in {manifest.folder} is a shard of another cache: found {cache_id}, expected {manifest.id}; "
-            "delete it and run headstart cache with this recipe again"
-        )
+        fault = f"{path.name} in {manifest.folder} is a shard of another cache: found {cache_id}, expected {manifest.id}"
+        raise UserError(f"{fault}; delete it and run headstart cache with this recipe again")
     return file
 
 

@@ -131,8 +131,7 @@ def documents_of(batch: Batch) -> list[list[Tensor]]:
     rows = []
     for tokens_T, document_T in zip(tokens_BT, document_BT, strict=True):
         kept_T = document_T >= 0
-        lengths = torch.bincount(document_T[kept_T]).tolist() if kept_T.any() else []
-        rows.append(list(tokens_T[kept_T].split(lengths)) if lengths else [])
+        rows.append(list(tokens_T[kept_T].split(torch.bincount(document_T[kept_T]).tolist())))
     return rows
 
 

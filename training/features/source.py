@@ -186,10 +186,8 @@ def require_packable(recipe: Recipe, backbone: Backbone) -> None:
     follows_none = backbone.recurrent is not None or backbone.no_trees is not None
     if recipe.data.packing and recipe.cache.dir is None and backbone.whole and follows_none:
         fault = "has recurrent layers, which follow no mask" if backbone.no_trees is None else "follows no mask"
-        raise UserError(
-            f"{type(backbone.model).__name__} {fault}: no packing (data.packing=false), "
-            "unless from features that headstart cache has written (cache.dir)"
-        )
+        unless = "unless from features that headstart cache has written (cache.dir)"
+        raise UserError(f"{type(backbone.model).__name__} {fault}: no packing (data.packing=false), {unless}")
 
 
 def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str, Drafter]) -> None:
@@ -206,10 +204,9 @@ def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str,
             raise UserError(f"{what}: drafts are read by each process for itself, and backbone.shard has all read alike; set either back")
         limit = backbone.rope_limit
         if limit is not None and recipe.data.max_length > limit:
-            raise UserError(
-                f"{what}: the rotary frequencies of {type(backbone.model).__name__} change after {limit} positions, so proposals "
-                f"cannot be read behind longer texts; set it to 0, or data.max_length={recipe.data.max_length} to at most {limit}"
-            )
+            fault = f"the rotary frequencies of {type(backbone.model).__name__} change after {limit} positions"
+            remedy = f"set it to 0, or data.max_length={recipe.data.max_length} to at most {limit}"
+            raise UserError(f"{what}: {fault}, so proposals cannot be read behind longer texts; {remedy}")
         kind, drafter = one.drafter["kind"], drafters[name]
         if drafter.trained_depth < 2:
             raise UserError(f"{what} needs a drafter that goes on from its proposals; {kind} has drafter.depth=1: raise it, or set it to 0")

@@ -128,10 +128,9 @@ def require_comparable(drafter: Drafter) -> None:
     """Raise UserError unless the drafter's logits come from the backbone's output layer, as in EAGLE-1."""
     if not drafter.own_readout:
         return
-    raise UserError(
-        f"objective.terms.{FEATURES} compares a drafter's hidden states with the backbone's, but {type(drafter).__name__} has a readout of "
-        "its own, so its states mean something else; leave that term out, or train a drafter read out by the backbone (EAGLE-1)"
-    )
+    fault = f"{type(drafter).__name__} has a readout of its own, so its states mean something else"
+    remedy = "leave that term out, or train a drafter read out by the backbone (EAGLE-1)"
+    raise UserError(f"objective.terms.{FEATURES} compares a drafter's hidden states with the backbone's, but {fault}; {remedy}")
 
 
 def geometric(decay: float, counts_MK: Tensor, dtype: torch.dtype, first_depth: int = 0) -> Tensor:

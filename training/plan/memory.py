@@ -221,10 +221,9 @@ def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: Micro
     except UserError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise UserError(
-            f"the memory of drafter {recipe.drafter['kind']} cannot be found on fake tensors ({type(error).__name__}: "
-            f"{cause(error, 200)}); train a few steps instead (train.steps=3)"
-        ) from error
+        fault = f"the memory of drafter {recipe.drafter['kind']} cannot be found on fake tensors"
+        remedy = "train a few steps instead (train.steps=3)"
+        raise UserError(f"{fault} ({type(error).__name__}: {cause(error, 200)}); {remedy}") from error
     finally:
         for weight in weights:
             weight.grad = None

@@ -93,8 +93,10 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[
     holds_gradients = rows < share or machine.processes > 1
     memory_plan = MemoryPlan(recipe, models, machine.accelerator, holds_gradients, machine.processes)
     peak = memory_plan.step(size)
+    gguf, dtype = find_gguf(recipe.backbone.path), models.backbone.dtype
     report: dict[str, Any] = {
-        "gguf": _gguf(recipe, models.backbone.dtype), "decoding": models.backbone.refusal,
+        "gguf": None if gguf is None else {**gguf.provenance, "memory": gguf.memory(dtype), "summary": gguf.described(dtype)},
+        "decoding": models.backbone.refusal,
         "machine": {"name": machine.name, "processes": machine.processes, "memory": machine.memory, "usable": machine.usable},
         "micro_batch": {"rows": size.rows, "length": size.length, "label_tokens": size.label_tokens},
         "memory": {
@@ -111,12 +113,6 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[
     report["data_unavailable"] = splits if isinstance(splits, str) else None
     report["estimate"] = None if tflops is None else _estimate(memory_plan, size, share, report["tokens"]["steps"], tflops)
     return report
-
-
-def _gguf(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any] | None:
-    """Return what the backbone's GGUF file is and becomes in memory; None if it is not one."""
-    gguf = find_gguf(recipe.backbone.path)
-    return None if gguf is None else {**gguf.provenance, "memory": gguf.memory(dtype), "summary": gguf.described(dtype)}
 
 
 def _estimate(memory_plan: MemoryPlan, size: MicroBatch, share: int, steps: int | None, tflops: float) -> dict[str, Any]:

@@ -45,10 +45,8 @@ def _verdict(report: dict[str, Any]) -> list[str]:
         verdict = f"fits      {gigabytes(memory['peak'])} at most, during {memory['phase']}, of {usable}{reserve}"
     else:
         size = gigabytes(memory["phases"][memory["phase"]][memory["largest_part"]])
-        verdict = (
-            f"does not fit: {gigabytes(memory['peak'])} during {memory['phase']}, but there are {usable}{reserve}; "
-            f"the largest part is {memory['largest_part']}, {size}: {memory['advice']}"
-        )
+        largest = f"the largest part is {memory['largest_part']}, {size}: {memory['advice']}"
+        verdict = f"does not fit: {gigabytes(memory['peak'])} during {memory['phase']}, but there are {usable}{reserve}; {largest}"
     limits = (
         f"largest   {fits['rows']:,} rows of {fits['at_length']:,} tokens per forward (train.micro_batch), so batches of "
         f"{fits['batch_size']:,} without accumulation; or {fits['at_rows']:,} rows of {fits['length']:,} tokens (data.max_length)"

@@ -59,7 +59,6 @@ class Backbone(StrictModel):
     """Shard its layers over the processes (FSDP2), gathering each while it runs: for a model that does not fit one device."""
     adapter: Text | None = None
     """PEFT adapter (LoRA, DoRA) that the backbone carries, frozen: a folder or hub id. Heads are trained on and saved with it."""
-
     lora: Lora | None = None
     """Train a LoRA adapter on the backbone together with the heads (Medusa-2, 2401.10774); null: the backbone is frozen."""
 

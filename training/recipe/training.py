@@ -148,10 +148,8 @@ def address(section: str, text: str) -> str:
     try:
         parts = urlsplit(text)
         if parts.username is not None or parts.password is not None or parts.query:  # it would stand in logs and cards
-            raise UserError(
-                f"{section}.endpoint is an address without user, password and query (what was given is not shown); "
-                f"name the environment variable with the server's key in {section}.api_key"
-            )
+            fault = f"{section}.endpoint is an address without user, password and query (what was given is not shown)"
+            raise UserError(f"{fault}; name the environment variable with the server's key in {section}.api_key")
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return text
     except UserError:
@@ -165,10 +163,8 @@ def variable(section: str, name: str) -> str:
     """Check ``section.api_key``, the name of an environment variable."""
     if VARIABLE.fullmatch(name):
         return name
-    raise UserError(
-        f"{section}.api_key is the name of an environment variable in capitals, as SERVER_KEY, or null; what was given, perhaps the "
-        "key itself, is not shown"
-    )
+    rule = f"{section}.api_key is the name of an environment variable in capitals, as SERVER_KEY, or null"
+    raise UserError(f"{rule}; what was given, perhaps the key itself, is not shown")
 
 
 Address = Annotated[str, AfterValidator(partial(address, "features"))]

@@ -160,10 +160,13 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path, above: Sequence[Path], extended: list[Path]) -> dict[str, Any]:
     tree = read_yaml(path)
     names = tree.pop(KEY, None)
+    listed = names if isinstance(names, list) else [] if names is None else [names]
+    if not all(isinstance(name, str) and name for name in listed):
+        raise UserError(f"extends is the path of a recipe, or a list of paths; got {names!r}")
     if "heads" in tree:
         tree["heads"] = by_name(tree["heads"] or {})
     result: dict[str, Any] = {}
-    for name in _names(names):
+    for name in listed:
         beside = path.parent / as_path("extends:", name)
         file = beside if beside.exists() else local_or_shipped(name)
         if not file.is_file():
@@ -176,13 +179,6 @@ def _read(path: Path, above: Sequence[Path], extended: list[Path]) -> dict[str, 
         result = merged(result, _read(file, (*above, path), extended))
         extended.append(file)
     return merged(result, tree)
-
-
-def _names(value: Any) -> list[str]:
-    names = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"extends is the path of a recipe, or a list of paths; got {value!r}")
-    return names
 
 
 def by_name(entries: Any) -> Any:

@@ -137,11 +137,9 @@ class PartialFile:
             raise UserError(f"{self.path} is of format {format}; this version writes format {FORMAT}: delete it to begin anew")
         for key in [*self.dependencies, *dependencies]:
             if dependencies.get(key) != self.dependencies.get(key):
-                raise UserError(
-                    f"{self.path} is a part of another dataset: {key} was {dependencies.get(key)!r}, "
-                    f"now it is {self.dependencies.get(key)!r}; restore that to go on with it, "
-                    "delete the file to begin anew, or choose another regenerate.out"
-                )
+                changed = f"{key} was {dependencies.get(key)!r}, now it is {self.dependencies.get(key)!r}"
+                remedy = "restore that to go on with it, delete the file to begin anew, or choose another regenerate.out"
+                raise UserError(f"{self.path} is a part of another dataset: {changed}; {remedy}")
 
     def _count(self, line: Line, offset: int) -> None:
         self.offsets[line["row"]] = offset

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -32,8 +32,6 @@ DATA = ("train", "split", "subset", "format", "column", "columns", "template_kwa
 """Keys of ``data`` that determine the rows; stored so that an error can name the one that changed."""
 SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "unfinished")
 """Keys of ``regenerate`` that responses depend on; batch size, heads and concurrency affect only the speed."""
-
-
 Responder = InProcess | Endpoint
 
 
@@ -72,7 +70,8 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
     _print(report, recipe, detail)
     if keeper is not None:
         keeper.close()
-        report["cache"] = write_cache(_of_answers(recipe, str(out)), estimate=False)
+        answers = recipe.data.model_copy(update={"train": [Dataset(path=str(out))], "format": "auto", "column": None, "columns": None})
+        report["cache"] = write_cache(recipe.model_copy(update={"data": answers}), estimate=False)
     return report
 
 
@@ -94,11 +93,6 @@ def _responder(recipe: Recipe, keeper: KeptFeatures | None, compile_first: bool)
     given, settings = keeper.servers, recipe.regenerate
     served = settings.model_copy(update={"endpoint": f"{given.urls[0]}/v1", "model": given.model, "api_key": recipe.features.api_key})
     return Endpoint(recipe.model_copy(update={"regenerate": served}), keeper)
-
-
-def _of_answers(recipe: Recipe, out: str) -> Recipe:
-    data = recipe.data.model_copy(update={"train": [Dataset(path=out)], "format": "auto", "column": None, "columns": None})
-    return recipe.model_copy(update={"data": data})
 
 
 def _one_dataset(recipe: Recipe) -> Data:
@@ -130,18 +124,12 @@ def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile,
         bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
         bar.update(0)
 
-    with progress("regenerating", "row", rows) as bar, closing(_finished(responder, missing, wrote)) as finished:
+    with progress("regenerating", "row", rows) as bar, closing(responder.respond(missing, wrote)) as finished:
         bar.initial = bar.n = rows - len(missing)
         for item in finished:
             line = {"row": item.row, "turns": item.turns, "tokens": item.tokens, "error": item.error, "detail": item.detail}
             partial.append(line | {"result": item.result()})
             bar.update()
-
-
-def _finished(responder: Responder, missing: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
-    """Yield items when they are no longer pending; closing the generator cancels running requests."""
-    yield from (item for item in missing if not item.pending)  # these need no response
-    yield from responder.respond([item for item in missing if item.pending], wrote)
 
 
 def _said_of_tokens(report: dict[str, Any]) -> list[str]:

@@ -125,10 +125,8 @@ def read_state(folder: Path) -> State:
     """Read an intact state. Raises UserError if another version wrote it."""
     progress = json.loads((folder / "state.json").read_text())
     if (found := progress.get("format")) != FORMAT:
-        raise UserError(
-            f"{folder} was saved by another version of Headstart (format {found}, this one reads {FORMAT}): resume it with that version, "
-            "or choose another save.dir"
-        )
+        fault = f"{folder} was saved by another version of Headstart (format {found}, this one reads {FORMAT})"
+        raise UserError(f"{fault}: resume it with that version, or choose another save.dir")
     return State(folder, progress["step"], progress, load_file(folder / "tensors.safetensors"))
 
 
@@ -141,13 +139,11 @@ def require_same_recipe(state: State, recipe: dict[str, Any]) -> None:
         raise UserError(f"{state.folder} was trained by another recipe: {changes}; restore it, or choose another save.dir")
 
 
-def pack(
-    drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None, adapter: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def pack(drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None) -> dict[str, Tensor]:
     """Return weights, average and optimiser moments under flat names, as unsharded copies on the CPU."""
     tensors: dict[str, Tensor] = {f"drafter/{name}": tensor for name, tensor in drafter.tensors().items()}
     tensors |= {f"average/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
-    adapted = {f"adapter/{name}": weight for name, weight in (adapter or {}).items()}
+    adapted = {f"adapter/{name}": weight for name, weight in drafter.backbone.trainable.items()}
     tensors |= adapted
     for name, parameter in [*drafter.named_parameters(), *adapted.items()]:
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -143,20 +143,16 @@ def lost_process(error: RuntimeError, save_dir: str) -> UserError | None:
     if os.environ.get("WORLD_SIZE", "1") == "1" or not (isinstance(error, torch.distributed.DistError) or LOST.search(str(error))):
         return None
     cause = re.sub(r"^\[[^\]]*\] ", "", str(error).strip()).split("\n")[0].split(". ")[0][:200]  # without the place in gloo's source
-    return UserError(
-        f"another process of this run has ended or does not answer ({cause}); its own message says why. "
-        f"The same command goes on from what was last saved in {save_dir}"
-    )
+    fault = f"another process of this run has ended or does not answer ({cause}); its own message says why"
+    return UserError(f"{fault}. The same command goes on from what was last saved in {save_dir}")
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
     """Return FSDP2 settings if the launcher requests FSDP, else None. Raises UserError for another way of running processes."""
     for variable, way in UNSUPPORTED.items():
         if parse_flag_from_env(variable):
-            raise UserError(
-                f"launched with {way} ({variable}); training is data-parallel (accelerate launch --multi_gpu) "
-                "or sharded by FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
-            )
+            sharded = "sharded by FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
+            raise UserError(f"launched with {way} ({variable}); training is data-parallel (accelerate launch --multi_gpu) or {sharded}")
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -170,10 +166,8 @@ def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
 def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
     """Raise UserError for processes that would each train alone. On CPUs, enable FSDP, which accelerate 1.15 ignores there."""
     if accelerator.num_processes == 1 and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise UserError(
-            f"{started} processes were started and found no accelerator, so each would train alone; start them on a machine that has one, "
-            "or set ACCELERATE_USE_CPU=true to train on CPUs"
-        )
+        fault = f"{started} processes were started and found no accelerator, so each would train alone"
+        raise UserError(f"{fault}; start them on a machine that has one, or set ACCELERATE_USE_CPU=true to train on CPUs")
     if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin

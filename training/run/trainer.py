@@ -179,7 +179,7 @@ class DrafterTrainer:
         """Return this drafter's tensors for the saved state, in the main process. If sharded, all processes must call this."""
         if not (self.sharded or self.accelerator.is_main_process):
             return {}
-        packed = pack(self.drafter, self.optimizer, self.average, self.drafter.backbone.trainable)
+        packed = pack(self.drafter, self.optimizer, self.average)
         return {self.prefix + name: tensor for name, tensor in packed.items()}
 
     def progress(self) -> dict[str, Any]:
