@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     optimizer = build_optimizer(drafter, train)
     with tempfile.TemporaryDirectory() as folder:
         live = LiveFeatures(backbone, drafter.taps)
-        here = recipe.model_copy(update={"save": recipe.save.model_copy(update={"dir": folder})})
+        here = recipe.but({"save": {"dir": folder}})
         kept = FeaturesBetweenEpochs(live, here, drafter.vocabulary is not None, store=True)
         named = {"first epoch": live, "later epochs": kept}
         ways = {(name, share): Way(share, source) for name, source in named.items() for share in (1.0, args.share)}

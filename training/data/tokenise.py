@@ -90,7 +90,7 @@ def now() -> str:
 def begun_at(recipe: Recipe, kept: Sequence[str | None], instant: str) -> Recipe:
     """Return the recipe with ``data.template_time``: its own, else the first of those ``kept``, else ``instant``."""
     time = next((time for time in (recipe.data.template_time, *kept) if time), instant)
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_time": time})})
+    return recipe.but({"data": {"template_time": time}})
 
 
 def prints_date(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -42,7 +42,6 @@ from headstart.training.features.manifest import Manifest, cached_time, contents
 from headstart.training.features.served import FOLDER, KeptFeatures
 from headstart.training.features.source import FeatureSource, open_for_training, taps_of
 from headstart.training.recipe.recipe import Recipe, split_drafter
-from headstart.training.recipe.sections import Cache
 
 MEASURED_POSITIONS = 512
 """Label positions per shard at which the rounding error is measured."""
@@ -132,7 +131,7 @@ def _open(recipe: Recipe) -> tuple[Backbone, tuple[int, ...]]:
     """
     rank = os.environ.get("LOCAL_RANK")
     device = torch.device("cuda", int(rank)) if rank is not None and torch.cuda.is_available() else None
-    backbone = open_for_training(recipe.model_copy(update={"cache": Cache()}), device)
+    backbone = open_for_training(recipe.but({"cache": {"dir": None}}), device)
     drafters = [split_drafter(one.drafter) for one in recipe.per_drafter().values()]
     return backbone, taps_of([construct_drafter(options.kind, backbone, arguments) for options, arguments in drafters])
 

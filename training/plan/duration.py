@@ -75,7 +75,7 @@ def live_until_cached(recipe: Recipe) -> Recipe:
     manifest = None if recipe.cache.dir is None else read_manifest(Path(recipe.cache.dir))
     if manifest is not None and not manifest.missing():
         return recipe
-    return recipe.model_copy(update={"cache": recipe.cache.model_copy(update={"dir": None})})
+    return recipe.but({"cache": {"dir": None}})
 
 
 @waiting("timing")
@@ -88,12 +88,7 @@ def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, 
     fitting = max(size for size in range(1, share + 1) if share % size == 0 and size <= limit)
     lengths = {"steps": max(steps, STEPS), "epochs": None, "batch_size": share, "micro_batch": fitting}
     with tempfile.TemporaryDirectory(prefix="headstart-plan-") as folder, redirect_stderr(StringIO()):
-        sections = {
-            "train": recipe.train.model_copy(update=lengths),
-            "save": recipe.save.model_copy(update={"dir": folder}),
-            "log": recipe.log.model_copy(update={"wandb": "off"}),
-        }
-        run = prepare(recipe.model_copy(update=sections))
+        run = prepare(recipe.but({"train": lengths, "save": {"dir": folder}, "log": {"wandb": "off"}}))
         try:
             epochs = max(1.0, run.feed.steps * share / run.feed.rows)
             first = _median(run)

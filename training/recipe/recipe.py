@@ -114,6 +114,10 @@ class Recipe(StrictModel):
             ("objective.on_policy", images and on_policy, "reads drafts behind text alone; set it to 0, or data.images to false"),
         ]
 
+    def but(self, changes: Mapping[str, Mapping[str, Any]]) -> Recipe:
+        """Return the recipe with other values, by section and key; they are not checked."""
+        return self.model_copy(update={name: getattr(self, name).model_copy(update=dict(keys)) for name, keys in changes.items()})
+
     def per_drafter(self) -> dict[str, Recipe]:
         """For each drafter the recipe that trains it alone, into its own folder; the only one's name is empty. Raises UserError."""
         return {name: _alone(self, name, entry) for name, entry in self.heads.items()} if self.heads else {"": self}

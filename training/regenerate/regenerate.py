@@ -70,8 +70,8 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
     _print(report, recipe, detail)
     if keeper is not None:
         keeper.close()
-        answers = recipe.data.model_copy(update={"train": [Dataset(path=str(out))], "format": "auto", "column": None, "columns": None})
-        report["cache"] = write_cache(recipe.model_copy(update={"data": answers}), estimate=False)
+        answers = {"train": [Dataset(path=str(out))], "format": "auto", "column": None, "columns": None}
+        report["cache"] = write_cache(recipe.but({"data": answers}), estimate=False)
     return report
 
 
@@ -90,9 +90,8 @@ def _templated(recipe: Recipe) -> bool:
 def _responder(recipe: Recipe, keeper: KeptFeatures | None, compile_first: bool) -> Responder:
     if keeper is None:
         return InProcess(recipe, compile_first) if recipe.regenerate.endpoint is None else Endpoint(recipe)
-    given, settings = keeper.servers, recipe.regenerate
-    served = settings.model_copy(update={"endpoint": f"{given.urls[0]}/v1", "model": given.model, "api_key": recipe.features.api_key})
-    return Endpoint(recipe.model_copy(update={"regenerate": served}), keeper)
+    served = {"endpoint": f"{keeper.servers.urls[0]}/v1", "model": keeper.servers.model, "api_key": recipe.features.api_key}
+    return Endpoint(recipe.but({"regenerate": served}), keeper)
 
 
 def _one_dataset(recipe: Recipe) -> Data:

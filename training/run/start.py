@@ -60,7 +60,7 @@ class Chosen:
     def put_into(self, recipe: Recipe) -> Recipe:
         """Return the recipe with these values."""
         values = {key.removeprefix("train."): value for key, value in self.values.items()}
-        return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})
+        return recipe.but({"train": values})
 
 
 def choose(recipe: Recipe, drafter: Drafter, step_tokens: float, steps: int) -> Chosen:
@@ -87,8 +87,7 @@ def with_precision(recipe: Recipe) -> Recipe:
         return recipe
     device = None if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.accelerator.current_accelerator()
     dtype = dtype_in_training(recipe.backbone, read_config(recipe.backbone), device or torch.device("cpu"))
-    train = recipe.train.model_copy(update={"precision": autocast_name(recipe.train.precision, dtype)})
-    return recipe.model_copy(update={"train": train})
+    return recipe.but({"train": {"precision": autocast_name(recipe.train.precision, dtype)}})
 
 
 def autocast_name(precision: str, backbone: torch.dtype) -> str:
