@@ -30,9 +30,9 @@ from headstart.training.data.data import count_labels, load_data, most_frequent
 from headstart.training.features.cached import FeaturesBetweenEpochs
 from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.objective.loss_rows import StepKey, count_label_tokens
+from headstart.training.objective.objective import TrainStep
 from headstart.training.recipe.recipe import load_recipe, split_drafter
 from headstart.training.run.optimizer import build_optimizer
-from headstart.training.run.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     optimizer = build_optimizer(drafter, train)
     with tempfile.TemporaryDirectory() as folder:
         live = LiveFeatures(backbone, drafter.taps)
-        here = recipe.model_copy(update={"save": recipe.save.model_copy(update={"dir": folder})})
+        here = recipe.but({"save": {"dir": folder}})
         kept = FeaturesBetweenEpochs(live, here, drafter.vocabulary is not None, store=True)
         named = {"first epoch": live, "later epochs": kept}
         ways = {(name, share): Way(share, source) for name, source in named.items() for share in (1.0, args.share)}

@@ -31,7 +31,7 @@ from headstart.heads.base import Drafter, DrafterConfig, require_count
 from headstart.heads.kv.cached_model import CachedModel, State
 from headstart.heads.layers.causal_attention import document_masks, document_positions, draft_masks
 from headstart.support.config import Depth, Layers, RuleError
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, naming
 
 DRAFT_DEPTH = 6
 """Tokens drafted beyond the root unless a recipe says how many."""
@@ -265,18 +265,14 @@ def load_draft_model(
     ``tokenizer``: the backbone's, to compare with the draft model's. Raises UserError if there is no such model or the vocabularies differ.
     """
     small = _load(path, backbone, dtype, trust_remote_code)
-    try:
+    with naming("draft model"):
         own = load_tokenizer(path, trust_remote_code=trust_remote_code) if tokenizer is not None else None
-    except UserError as error:
-        raise UserError(f"draft model: {error}") from None
     return DraftModel.of(backbone, small, depth=depth, tokenizers=None if tokenizer is None or own is None else (tokenizer, own))
 
 
 def _load(path: str, backbone: Backbone, dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto", trust: bool = False) -> Backbone:
-    try:
+    with naming("draft model"):
         return load_backbone(path, dtype=dtype, trust_remote_code=trust, device=backbone.device)
-    except UserError as error:
-        raise UserError(f"draft model: {error}") from None
 
 
 def _layers(config: DraftModel.Config, total: int) -> list[int]:

@@ -23,7 +23,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.block import Block
 from headstart.heads.checkpoint import check_contract, read_drafter, read_metadata
 from headstart.heads.own_readout import OwnReadoutDrafter
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, naming
 
 VOCABULARY = ("d2t", "t2d")
 """Tensors of the draft vocabulary, which the new drafter has already."""
@@ -118,13 +118,11 @@ def read_warm_start(path: str, kind: str, backbone: Backbone) -> WarmStart:
     Raises UserError if files are missing or damaged, for another kind, and for a backbone of another shape. Another backbone of the same
     shape, such as a fine-tune, is allowed.
     """
-    try:
+    with naming("drafter.init"):
         folder, card = read_metadata(path)
         require_kind(path, card, kind)
         check_contract(path, card, backbone, allow_finetuned=True)
         drafter = read_drafter(path, folder, card, backbone)
-    except UserError as error:
-        raise UserError(f"drafter.init: {error}") from None
     same = backbone.match(card["contract"]) != "other" and card["contract"].get("adapter") == backbone.adapter_digest
     return WarmStart(path, drafter.to(backbone.device), card["weights"], same)
 

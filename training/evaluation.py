@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -79,10 +80,8 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
     if not run.backbone.whole or run.backbone.refusal is not None or run.backbone.dependence is not None:
         return _measure_stored(run, trainer, drafter)
     settings, prompts = run.recipe.eval, run.prompts
-    run.log.say(
-        f"step {run.done}/{run.feed.steps}: evaluating {trainer.name or 'the heads'} on {len(prompts)} prompts of up to "
-        f"{settings.max_new_tokens} tokens, for at most {settings.max_seconds:g} s (eval.max_seconds)"
-    )
+    limits = f"of up to {settings.max_new_tokens} tokens, for at most {settings.max_seconds:g} s (eval.max_seconds)"
+    run.log.say(f"step {run.done}/{run.feed.steps}: evaluating {trainer.name or 'the heads'} on {len(prompts)} prompts {limits}")
     end, together = time.monotonic() + settings.max_seconds, is_sharded(run.backbone)
     with progress("evaluating", "token", len(prompts) * settings.max_new_tokens, run.accelerator.is_main_process) as bar:
 
@@ -97,9 +96,9 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
         return False
     if run.backbone.trainable:
         scores |= backbone_losses(run.backbone, run.held_out, run.recipe.objective.chunk_size)
-    trainer.tau, trainer.acceptance = scores["tau"], scores.pop("acceptance")
-    named = [one for one in (run.recipe.data.eval, run.recipe.data.train) if isinstance(one, str)]
-    scores["measured_on"] = f"{len(prompts)} held-out prompts of {[*named, 'data.train'][0]}, temperature {settings.temperature:g}"
+    trainer.results |= {"tau": scores["tau"], "acceptance": scores.pop("acceptance")}
+    held_out = f"{len(prompts)} held-out prompts of {run.recipe.data.eval or 'data.train'}"
+    scores["measured_on"] = f"{held_out}, temperature {settings.temperature:g}"
     run.log.line(run.done, scores, trainer.name)
     if "prompts" in scores:
         run.log.say(f"ended by eval.max_seconds={settings.max_seconds:g} after {scores['prompts'][0]} of {len(prompts)} prompts")
@@ -118,7 +117,7 @@ def _measure_stored(run: Run, trainer: DrafterTrainer, drafter: Drafter) -> bool
     if found is None:
         run.log.say(f"step {run.done}: not evaluated, since the features of these held-out rows are not in the cache (headstart cache)")
         return True
-    trainer.teacher_forced = found
+    trainer.results["teacher_forced"] = found
     run.log.line(run.done, found, trainer.name)
     return True
 
@@ -172,14 +171,11 @@ def evaluate(
 
 
 def _example(prompt_T: Tensor, written: list[int], runs: list[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    length = 1
-    kept: list[int] = []
-    for run in runs:
-        if length + run > LONGEST:
-            break
-        length, kept = length + run, [*kept, run]
+    ends = accumulate(runs, initial=1)
+    next(ends)  # before the first step, which follows one token
+    kept = [run for run, end in zip(runs, ends, strict=True) if end <= LONGEST]
     prompt = tokenizer.decode(prompt_T, skip_special_tokens=True)[-PROMPT_END:]
-    return {"prompt": prompt, "tokens": token_texts(tokenizer, written[:length]), "accept_lengths": kept}
+    return {"prompt": prompt, "tokens": token_texts(tokenizer, written[: 1 + sum(kept)]), "accept_lengths": kept}
 
 
 def backbone_losses(backbone: Backbone, rows: Sequence[Sample], chunk: int) -> dict[str, float]:

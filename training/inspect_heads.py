@@ -39,10 +39,9 @@ def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]
         raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
     matches = file_hash(file) == metadata["weights"]["sha256"]
     tensors = _tensors(file)
+    steps = [path.name.removeprefix("step-") for path in (folder / "state").glob("step-*")]
     report = {
-        "kind": metadata["kind"],
-        "arguments": metadata["arguments"],
-        "backbone": metadata["backbone"],
+        **{key: metadata[key] for key in ("kind", "arguments", "backbone")},
         "contract": {key: value for key, value in metadata["contract"].items() if key != "weights"},
         "tensors": tensors,
         "parameters": sum(tensor["elements"] for tensor in tensors if tensor["dtype"] in FLOATS),
@@ -50,13 +49,9 @@ def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]
         "bytes": file.stat().st_size,
         "weights_match_hash": matches,
         "provenance": {key: metadata["provenance"].get(key) for key in PROVENANCE},
-        "resumable_steps": sorted(int(step) for step in _steps(folder) if step.isdecimal()),
+        "resumable_steps": sorted(int(step) for step in steps if step.isdecimal()),
     }
     return report, _screen(path, report)
-
-
-def _steps(folder: Path) -> list[str]:
-    return [path.name.removeprefix("step-") for path in (folder / "state").glob("step-*")]
 
 
 def _tensors(file: Path) -> list[dict[str, Any]]:
@@ -116,10 +111,8 @@ def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tup
         return {"extends": extended, **report}, [*shown, *screen]
     settle(path)
     if path.is_dir() and not (path / METADATA).is_file():
-        raise UserError(
-            f"{target} is a folder without {METADATA}: neither a recipe nor trained heads; give a recipe (.yaml), or a folder that "
-            "training has saved heads in (save.dir)"
-        )
+        wanted = "give a recipe (.yaml), or a folder that training has saved heads in (save.dir)"
+        raise UserError(f"{target} is a folder without {METADATA}: neither a recipe nor trained heads; {wanted}")
     if overrides:
         raise UserError(f"{target} is taken for trained heads, which take no overrides ({overrides[0]}); a recipe ends in .yaml")
     return inspect_checkpoint(target)

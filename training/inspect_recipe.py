@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import mimetypes
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,7 @@ from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.errors import UserError
 from headstart.support.terminal import Section, labelled, page
 from headstart.support.text import token_texts, visible
-from headstart.training.data.batches import BatchSampler
-from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, most_frequent, require_vocabulary
+from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_for, most_frequent
 from headstart.training.data.kept import Splits
 from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import chat_settings
@@ -48,30 +47,24 @@ BINS, BAR_WIDTH = 8, 40
 """Number of bins of the length histogram, and its width in characters."""
 
 
-@dataclass(frozen=True)
-class TokenText:
-    token: int
-    text: str
-    loss: bool
-    special: bool
-
-
-def read_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
-    """Return each token with its text and whether it has a loss."""
+def read_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return each ``token`` with its ``text``, whether it has a ``loss``, and whether it is ``special``."""
     tokens, special = sample.tokens.tolist(), set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     texts, losses = token_texts(tokenizer, tokens), sample.loss_mask.tolist()
-    return [TokenText(token, text, loss, token in special) for token, text, loss in zip(tokens, texts, losses, strict=True)]
+    rows = zip(tokens, texts, losses, strict=True)
+    return [{"token": token, "text": text, "loss": loss, "special": token in special} for token, text, loss in rows]
 
 
-def paint(tokens: list[TokenText], marks: bool) -> Text:
+def paint(tokens: list[dict[str, Any]], marks: bool) -> Text:
     """Show label tokens green, context dim and special tokens reversed; with ``marks``, label tokens in brackets instead."""
     painted, inside = Text(overflow="fold"), False
     for token in tokens:
         if marks:
-            painted.append(("" if token.loss == inside else BRACKETS[inside]) + visible(token.text))
-            inside = token.loss
+            painted.append(("" if token["loss"] == inside else BRACKETS[inside]) + visible(token["text"]))
+            inside = token["loss"]
         else:
-            painted.append(visible(token.text), style=f"{LABEL if token.loss else CONTEXT}{f' {SPECIAL}' if token.special else ''}")
+            style = f"{LABEL if token['loss'] else CONTEXT}{f' {SPECIAL}' if token['special'] else ''}"
+            painted.append(visible(token["text"]), style=style)
     return painted.append(BRACKETS[1] if inside else "")
 
 
@@ -85,9 +78,7 @@ def sample_page(report: dict[str, Any], recipe: str) -> str:
     )
     parts = ["a" if token["loss"] else "soft" if i < last else "soft unused" for i, token in enumerate(tokens)]
     span = Markup('<span class="{}" title="{}">{}</span>')
-    spans = [
-        span.format(f"{part}{' special' * one['special']}", one["token"], one["text"]) for part, one in zip(parts, tokens, strict=True)
-    ]
+    spans = [span.format(part + " special" * one["special"], one["token"], one["text"]) for part, one in zip(parts, tokens, strict=True)]
     about = "What is trained on, token by token; the id of a token is shown where the pointer rests on it."
     text = Markup("<div class=text>{}</div>").format(Markup("").join(spans))
     check = [data["check"]["said"]] if data["check"] else []
@@ -112,19 +103,15 @@ def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any
     tokenizer, images = checked_tokenizer(recipe)
     models = make_fake_models(recipe, accelerator=False)
     require_packable(recipe, models.backbone)
-    where = recipe.backbone
-    ends = read_end_tokens(where.path, trust_remote_code=where.trust_remote_code)
-    splits = load_data(
-        recipe.data, tokenizer, models.backbone.max_positions or sys.maxsize, ends=ends, images=images, progress=sys.stderr.isatty()
-    )
-    require_vocabulary(splits, models.backbone.vocab)
+    ends = read_end_tokens(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
+    splits = load_for(recipe, models.backbone, tokenizer, images, ends, bar=sys.stderr.isatty())
     if not 0 <= row < len(splits.train):
         raise UserError(f"--row {row}: there are samples 0 to {len(splits.train) - 1}")
     sample = splits.train[row]
     tokens = read_tokens(sample, tokenizer)
     report = {
         "row": row,
-        "sample": [asdict(token) for token in tokens],
+        "sample": tokens,
         "images": [{"name": one.name, "size": one.size, "tokens": one.tokens, "place": one.place} for one in sample.images],
         "data": data_statistics(recipe, splits),
         "contract": contract(recipe, models, tokenizer),
@@ -151,7 +138,7 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
         "check": None if splits.check is None else splits.check.report(),
     }
     if recipe.data.packing:
-        rows = BatchSampler(splits.train, recipe.train, recipe.seed, row_length=recipe.data.max_length, mix=splits.mix).rows
+        rows = splits.feed(recipe).rows
         statistics["packed"] = {"rows": rows, "fill": splits.stats.tokens / (rows * recipe.data.max_length)}
     return statistics
 

@@ -81,7 +81,7 @@ def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
     last = run.done == run.feed.steps
     run.pending = bool(run.prompts) and (last or _due(run.done, run.recipe.eval.every))
     for trainer in run.trainers if run.pending else []:
-        trainer.tau = trainer.acceptance = trainer.teacher_forced = None  # those before were of other weights
+        trainer.results = dict.fromkeys(trainer.results)  # those before were of other weights
     try:
         run.log.advance()
         _log(run)
@@ -192,10 +192,8 @@ def save(run: Run) -> None:
     except Exception as error:
         fault = fault or error
     if isinstance(fault, OSError | SafetensorError):  # no space, no permission, lost disk
-        raise UserError(
-            f"step {run.done} could not be saved in {run.folder}: {fault}; stopped, and {_last_checkpoint(run)}. "
-            "Make room there, and the same command goes on"
-        ) from None
+        said = f"step {run.done} could not be saved in {run.folder}: {fault}; stopped, and {_last_checkpoint(run)}"
+        raise UserError(f"{said}. Make room there, and the same command goes on") from None
     if fault is not None:
         raise fault
     run.saved = run.done
@@ -237,7 +235,7 @@ def save_results(run: Run) -> None:
     """Add the results of this step's evaluation to what was saved at this step, if it was."""
     if run.accelerator.is_main_process and run.saved == run.done:
         for trainer in run.trainers:
-            if trainer.tau is not None or trainer.teacher_forced is not None:
+            if trainer.results["tau"] is not None or trainer.results["teacher_forced"] is not None:
                 add_provenance(trainer.folder, trainer.results)
         add_results(run.folder, run.done, {trainer.name: trainer.results for trainer in run.trainers}, evaluated=not run.pending)
 
@@ -262,11 +260,10 @@ def diverged(run: Run, trainer: DrafterTrainer, fault: str) -> UserError:
     """Return the error of a run that ends since its loss or weights are not finite."""
     train = trainer.recipe.train
     skip = ", or train.non_finite=skip to pass over such steps" if train.non_finite == "stop" else ""
-    return UserError(
-        f"{fault}; stopped, and {_last_checkpoint(run)}. Try a lower train.lr (now {train.peak_lr:g}), "
-        f"a longer train.warmup_ratio ({train.warmup_ratio:g}), a smaller train.max_grad_norm ({train.max_grad_norm:g})"
-        f"{'' if train.precision == 'no' else ' or train.precision=no'}{skip}"
-    )
+    precision = "" if train.precision == "no" else " or train.precision=no"
+    gentler = f"a longer train.warmup_ratio ({train.warmup_ratio:g}), a smaller train.max_grad_norm ({train.max_grad_norm:g})"
+    remedies = f"a lower train.lr (now {train.peak_lr:g}), {gentler}{precision}{skip}"
+    return UserError(f"{fault}; stopped, and {_last_checkpoint(run)}. Try {remedies}")
 
 
 def _last_checkpoint(run: Run) -> str:

@@ -1,18 +1,6 @@
 """A recipe by rule: the parts that it extends, for its method and its data, and what follows from the model and the hardware.
 
-recipes/shared has the parts, each with its source; docs/recipe.md has the rules as a table.
-
-    draft vocabulary   32,000 of more than 64,000 tokens: EAGLE-3's and SpecForge's size; on a CPU 8,192 of more than 16,384
-    depth on a CPU     4 of EAGLE-3's 7: with 8,192 tokens a step of SmolLM2-135M takes a fifth of the time (docs/train.md)
-    share on a CPU     depths after the first at half of the positions: a later epoch's step takes 0.73 of the time (docs/train.md)
-    block              5 layers (3, 5 and 8 were compared in 2602.06036), or 2 of models as wide as 8,192, so that they fit
-    length             2,048 as EAGLE-3 and SpecForge; 4,096 for models that write their thoughts, whose answers are longer
-    learning rate      as published at a width of 4,096 or more, below in inverse proportion to the width (2203.03466), and below 1,024
-                       auto, which was fitted to small backbones (docs/defaults.md)
-    batch              32,768 tokens: 16 rows of 2,048
-    data               UltraChat for chat models, as EAGLE-3 and SpecForge; text for others
-    steps              two passes over the data: EAGLE-3's acceptance still grew at eight times EAGLE's data (2503.01840, figure 1);
-                       four over a file on a CPU, where later ones take two fifths of the time (docs/train.md)
+recipes/shared has the parts, each with its source; docs/recipe.md has the rules as a table, each with its reason.
 """
 
 from __future__ import annotations
@@ -216,10 +204,9 @@ def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
     part = closest.largest_part
     largest = gigabytes(closest.phases[closest.peak_phase][part])
     more = "more memory (--memory)" if machine.processes > 1 else "more GPUs (--gpus), which share the backbone, or more memory (--memory)"
-    raise UserError(
-        f"nothing fits {machine.processes} x {gigabytes(machine.memory)}, not even one row at a time: it takes {gigabytes(closest.peak)}, "
-        f"of which the largest part is {part}, {largest}; give {more}, or a smaller backbone"
-    )
+    needed = f"it takes {gigabytes(closest.peak)}, of which the largest part is {part}, {largest}"
+    fault = f"nothing fits {machine.processes} x {gigabytes(machine.memory)}, not even one row at a time"
+    raise UserError(f"{fault}: {needed}; give {more}, or a smaller backbone")
 
 
 def _ladder(tree: Tree, machine: Machine) -> Iterator[Tree]:

@@ -23,20 +23,14 @@ from headstart.inference.engine.request import context_of
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batches import BatchSampler
-from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_data, prompts, require_vocabulary
+from headstart.training.data.data import LabelCounts, checked_tokenizer, describe_coverage, load_for, prompts
 from headstart.training.data.kept import Splits
 from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.features.cached import keep_between_epochs, open_source
+from headstart.training.features.codec import without_prefix
 from headstart.training.features.manifest import cached_time
-from headstart.training.features.source import (
-    FeatureSource,
-    open_for_training,
-    opens_head_only,
-    require_on_policy,
-    require_packable,
-    with_cache,
-)
+from headstart.training.features.source import FeatureSource, open_for_training, opens_head_only, require_on_policy, require_packable
 from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.run import checkpoint
 from headstart.training.run.checkpoint import State
@@ -104,7 +98,6 @@ def prepare(recipe: Recipe) -> Run:
         set_vocabularies(drafters, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
     started += fit_starts([drafters[name] for name in drafters if state is None and name not in starts], splits.train, source, accelerator)
-    source = with_cache(recipe, source)
     source, kept = keep_between_epochs(recipe, source, drafters.values(), feed, accelerator.num_processes)
     step_tokens = recipe.train.batch_size * splits.stats.tokens / feed.rows
     trainers = [_trainer(name, one, drafters[name], source, state, (step_tokens, feed.steps)) for name, one in recipe.per_drafter().items()]
@@ -190,12 +183,10 @@ def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str
 def _load_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None, backbone: Backbone, accelerator: Accelerator
 ) -> tuple[Splits, BatchSampler]:
-    context, ends = backbone.max_positions or sys.maxsize, end_tokens(backbone.model.generation_config)
-    load = partial(load_data, recipe.data, tokenizer, context, ends=ends, images=images, progress=accelerator.is_main_process)
+    ends = end_tokens(backbone.model.generation_config)
+    load = partial(load_for, recipe, backbone, tokenizer, images, ends, accelerator.is_main_process)
     splits = in_first_process(accelerator, load)  # the others find what it has downloaded and tokenised
-    require_vocabulary(splits, backbone.vocab)
-    window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes
-    return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard, splits.mix)
+    return splits, splits.feed(recipe, accelerator.process_index, accelerator.num_processes)
 
 
 def _trainer(
@@ -205,7 +196,7 @@ def _trainer(
     chosen = choose(recipe, drafter, *length)
     if state is not None:
         chosen = Chosen(**state.progress["heads"][name]["chosen"])
-        checkpoint.unpack_drafter(drafter, checkpoint.without_prefix(state.tensors, f"{name}/" if name else ""))
+        checkpoint.unpack_drafter(drafter, without_prefix(state.tensors, f"{name}/" if name else ""))
     require_savable(drafter)
     trainer = build_trainer(name, chosen.put_into(recipe), _accelerator(recipe), drafter, source)
     trainer.chosen = chosen
@@ -214,17 +205,13 @@ def _trainer(
 
 def _resume(run: Run, state: State) -> None:
     if (digest := state.progress.get("data", run.feed.samples_hash)) != run.feed.samples_hash:
-        raise UserError(
-            f"{state.folder} was trained on other samples (hash {digest}, now {run.feed.samples_hash}), so the rest of the run would "
-            f"read others than it should: the rows of {run.recipe.data.name} or the tokenizer have changed; restore them, or choose "
-            "another save.dir"
-        )
+        fault = f"{state.folder} was trained on other samples (hash {digest}, now {run.feed.samples_hash})"
+        changed = f"the rows of {run.recipe.data.name} or the tokenizer have changed; restore them, or choose another save.dir"
+        raise UserError(f"{fault}, so the rest of the run would read others than it should: {changed}")
     adapter = state.progress.get("adapter")
     if run.recipe.backbone.adapter is not None and adapter != run.backbone.adapter_digest:
-        raise UserError(
-            f"{state.folder} was trained with adapter {adapter}; {run.recipe.backbone.adapter} is now {run.backbone.adapter_digest}: "
-            "restore it, or choose another save.dir"
-        )
+        changed = f"{run.recipe.backbone.adapter} is now {run.backbone.adapter_digest}"
+        raise UserError(f"{state.folder} was trained with adapter {adapter}; {changed}: restore it, or choose another save.dir")
     run.done = run.saved = state.step
     run.tokens, run.pending = state.progress["tokens"], bool(run.prompts) and not state.progress.get("evaluated", True)
     for trainer in run.trainers:

@@ -19,7 +19,7 @@ from headstart.heads.backbone.adapter import BASE_LAYER, plain_weight
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.backbone.recurrent import KIND
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, naming
 
 Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
 """The tokenizers of the backbone and of the draft model."""
@@ -46,10 +46,8 @@ def pruned_config(backbone: Backbone, layers: Sequence[int]) -> PretrainedConfig
 
 def read_config(path: str) -> PretrainedConfig:
     """Load a model's configuration. Raises UserError."""
-    try:
+    with naming(f"no draft model at {path!r}"):
         return load_config(path)
-    except UserError as error:
-        raise UserError(f"no draft model at {path!r}: {error}") from None
 
 
 def config_from(stated: Mapping[str, Any]) -> PretrainedConfig:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headstart.support.errors import UserError
 from headstart.support.json_text import parse_json
+from headstart.support.text import shortened
 
 TURNS = re.compile(
     r"""\s*"?\s*(?:\[|\{\s*\\*["'](?:messages|conversations)\\*["']\s*:\s*\[)"""
@@ -64,11 +65,6 @@ def read_tools(value: Any, where: str) -> Any:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{where}: tools are a list of mappings, or JSON text of one; got {shortened(value)}")
     return tools
-
-
-def shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _parse(text: str, what: str) -> Any:

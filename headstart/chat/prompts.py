@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.chat.conversation import Chat
 from headstart.chat.messages import ASSISTANT, PROMPTS, Message, prompt_length, read_conversation, read_pair
 from headstart.chat.template import ChatSettings, TemplateRefusal
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, naming
 from headstart.support.files import as_path, require_file
 from headstart.support.hub import local_or_shipped
 from headstart.support.json_text import COMPRESSED, LINES, Row, read_jsonl, read_lines
@@ -139,10 +139,8 @@ def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None,
     file = require_prompts(path)
     found: list[Prompt] = []
     for number, row, task in _chosen(_with_tasks(file, limit), per_task):
-        try:
+        with naming(f"{file}, line {number}"):
             prompt = replace(prompter.of_row(row), task=task)
-        except UserError as error:
-            raise UserError(f"{file}, line {number}: {error}") from None
         if not len(prompt.ids_T):
             raise UserError(f"{file}, line {number}: the prompt is empty")
         found.append(prompt)

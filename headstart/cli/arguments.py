@@ -140,13 +140,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """The backbone and how its passes run."""
     parser.add_argument("--backbone", metavar="PATH", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
     add_loading(parser)
-    parser.add_argument(
-        "--capture",
-        choices=("auto", "trace", "cuda-graph", "compile", "off"),
-        default="auto",
-        help="how forward passes run without Python's overhead (auto: on a CPU by the layers that `headstart compile` compiled, else by"
-        " traces; off elsewhere; compile: compile first what lacks)",
-    )
+    auto = "on a CPU by the layers that `headstart compile` compiled, else by traces; off elsewhere"
+    about = f"how forward passes run without Python's overhead (auto: {auto}; compile: compile first what lacks)"
+    parser.add_argument("--capture", choices=("auto", "trace", "cuda-graph", "compile", "off"), default="auto", help=about)
 
 
 def add_no_compile(parser: argparse.ArgumentParser) -> None:
@@ -167,8 +163,6 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """The backbone's precision and the threads that compute in it."""
-    parser.add_argument(
-        "--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
-        help="of the backbone (auto: as saved; on a CPU bf16 only if it has instructions for it; int8, int4: by optimum-quanto)",
-    )  # fmt: skip
+    about = "of the backbone (auto: as saved; on a CPU bf16 only if it has instructions for it; int8, int4: by optimum-quanto)"
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto", help=about)
     parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")

@@ -44,9 +44,8 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
     parser.add_argument("--skip-long", action="store_true", help="prompts that do not fit the context are no reason for exit status 1")
     parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="tokens of a plain text that are the prompt (64)")
     parser.add_argument("--temperature", type=temperature, action="extend", nargs="+", metavar="T", help="one or several; 0: greedy (0)")
-    parser.add_argument(
-        "--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help="sequences decoded together; one or several (1)"
-    )
+    about = "sequences decoded together; one or several (1)"
+    parser.add_argument("--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help=about)
     parser.add_argument("--seed", type=SEED, default=0, metavar="S", help="seed of the first prompt (0)")
     about = "rounds over the prompts, in which all systems take turns: speeds are medians of their ratios in a round (3)"
     parser.add_argument("--rounds", type=count(1), default=3, metavar="N", help=about)

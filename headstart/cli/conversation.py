@@ -145,13 +145,6 @@ class Painter(BaseStreamer):
             self.console.file.write(piece)
 
 
-def require_template(prompter: Prompter) -> None:
-    """Raise UserError if there is no chat template."""
-    if not prompter.templated:
-        name = prompter.tokenizer.name_or_path
-        raise UserError(f"the tokenizer of {name} has no chat template, so it cannot chat; use headstart generate")
-
-
 def converse(talk: Chat) -> None:
     """Read questions from standard input, one per line, until it ends; write answers to standard output, the rest to standard error."""
     at_terminal = sys.stdin.isatty()

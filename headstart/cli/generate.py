@@ -6,15 +6,12 @@ import argparse
 import secrets
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headstart.cli.arguments import add_one_text, add_shared, add_style, add_template_arguments
 from headstart.support.errors import UserError, waiting
 from headstart.support.files import write_json
 from headstart.support.text import read_input, read_text
-
-if TYPE_CHECKING:
-    from headstart.inference.steps import Tally
 
 CAPTURED = {"compile": "compiled", "trace": "traced", "cuda-graph": "recorded", "off": "uncaptured"}
 GENERATE_EXAMPLE = """examples:
@@ -55,11 +52,15 @@ def generate(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     output = continue_texts(heads, [prompt_T], settings, [seed], **own, **prompter.beside(prompt_T, backbone.device))
     seconds = time.perf_counter() - start
-    report: dict[str, Any] = {"backbone": name, "heads": None if args.no_draft else args.heads, "temperature": args.temperature}
-    report["seed"] = seed if args.temperature > 0 else None
-    report["text"] = tokenizer.decode(output.sequences[0, len(prompt_T) :], skip_special_tokens=True)
     tally = output.tally
-    report |= {"prompt_tokens": len(prompt_T), **_statistics(tally, seconds), "capture": output.capture}
+    report: dict[str, Any] = {
+        "backbone": name, "heads": None if args.no_draft else args.heads, "temperature": args.temperature,
+        "seed": seed if args.temperature > 0 else None,
+        "text": tokenizer.decode(output.sequences[0, len(prompt_T) :], skip_special_tokens=True),
+        "prompt_tokens": len(prompt_T), "tokens": tally.tokens, "passes": tally.passes, "tau": tally.tau, "rested": tally.rested_share,
+        "acceptance_per_depth": tally.acceptance_per_depth, "seconds": seconds, "tokens_per_second": tally.tokens / seconds,
+        **tally.milliseconds(), "capture": output.capture,
+    }  # fmt: skip
     write_json(args.json, report)
     seed = f", seed {report['seed']}" if args.temperature > 0 else ""
     print(
@@ -68,20 +69,6 @@ def generate(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
-
-
-def _statistics(tally: Tally, seconds: float) -> dict[str, Any]:
-    """Acceptance and speed of a text that took so many seconds."""
-    return {
-        "tokens": tally.tokens,
-        "passes": tally.passes,
-        "tau": tally.tau,
-        "rested": tally.rested_share,
-        "acceptance_per_depth": tally.acceptance_per_depth,
-        "seconds": seconds,
-        "tokens_per_second": tally.tokens / seconds,
-        **tally.milliseconds(),
-    }
 
 
 def _prompt(argument: str | None, file: str | None) -> str:
@@ -114,12 +101,14 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 def chat(args: argparse.Namespace) -> int:
     """Chat in a terminal or through a pipe."""
     with waiting("importing torch and transformers"):
-        from headstart.cli.conversation import Chat, converse, require_template
+        from headstart.cli.conversation import Chat, converse
         from headstart.cli.loading import backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
 
     quiet()
     name, prompter = model_of(args, None)
-    require_template(prompter)
+    if not prompter.templated:
+        named = prompter.tokenizer.name_or_path
+        raise UserError(f"the tokenizer of {named} has no chat template, so it cannot chat; use headstart generate")
     backbone = backbone_of(name, args)
     heads = heads_of(drafting_heads(args, backbone), backbone, prompter.tokenizer, args)
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed

@@ -23,7 +23,7 @@ from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
 from headstart.inference.sources.proposer import Proposer
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, naming
 from headstart.support.json_text import parse_json
 from headstart.support.text import read_text, visible
 
@@ -79,11 +79,9 @@ def _require_files(name: str, heads: list[str], args: argparse.Namespace) -> Non
     for path in heads:
         require_sizes(path, name, trust_remote_code=args.trust_remote_code)
     for what, model in (("draft model", args.draft_model), ("--assistant", given.get("assistant"))):
-        try:
+        with naming(what):
             if model:
                 read_sizes(model, trust_remote_code=args.trust_remote_code)
-        except UserError as error:
-            raise UserError(f"{what}: {error}") from None
     if args.adapter is not None:
         find_adapter(args.adapter)
     if given.get("json_schema") is not None:

@@ -125,8 +125,8 @@ def serve_features(args: argparse.Namespace) -> int:
 
     quiet()
     recipe = load_recipe(args.recipe, args.overrides)
-    served = recipe.features.model_copy(update={"endpoint": recipe.features.endpoint or [f"http://localhost:{args.port}"]})
-    models = make_fake_models(recipe.model_copy(update={"features": served}), accelerator=not args.cpu)
+    served = {"endpoint": recipe.features.endpoint or [f"http://localhost:{args.port}"]}
+    models = make_fake_models(recipe.but({"features": served}), accelerator=not args.cpu)
     cpu = args.cpu or (args.gpus is None and not torch.accelerator.is_available())
     line = server_line(recipe, models.taps, models.backbone.num_layers, port=args.port, gpus=args.gpus, cpu=cpu)
     print(line, flush=True)

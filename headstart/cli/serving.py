@@ -26,21 +26,16 @@ IMPORT_HEADS_EXAMPLE = """examples:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", required=True, metavar="DIR|HUB_ID", help="heads trained by Headstart")
-    parser.add_argument(
-        "--to", required=True, metavar="FORMAT",
-        help="an engine (vllm, sglang, trtllm, tgi, transformers, llama.cpp, openvino), whose layout follows from the heads' kind, or a "
-        "layout by name: eagle3, peagle, eagle, dflash, dflash-hf, speculators, medusa, mlp-speculator, mtp-stitch, draft-model",
-    )  # fmt: skip
+    engines = "an engine (vllm, sglang, trtllm, tgi, transformers, llama.cpp, openvino), whose layout follows from the heads' kind"
+    layouts = "eagle3, peagle, eagle, dflash, dflash-hf, speculators, medusa, mlp-speculator, mtp-stitch, draft-model"
+    parser.add_argument("--to", required=True, metavar="FORMAT", help=f"{engines}, or a layout by name: {layouts}")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument("--backbone", metavar="M", help="backbone that engines load, a folder or hub id (default: the one of the training)")
-    parser.add_argument(
-        "--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="dtype of the written weights (default: auto, as stored)"
-    )
-    parser.add_argument(
-        "--adapter", choices=("merge", "keep"), default="merge",
-        help="a backbone adapter that the heads were trained with: write the backbone with the adapter merged into it beside the heads "
-        "(merge, the default), or the adapter as it is (keep)",
-    )  # fmt: skip
+    about = "dtype of the written weights (default: auto, as stored)"
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help=about)
+    merged = "write the backbone with the adapter merged into it beside the heads (merge, the default), or the adapter as it is (keep)"
+    about = f"a backbone adapter that the heads were trained with: {merged}"
+    parser.add_argument("--adapter", choices=("merge", "keep"), default="merge", help=about)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
 
 
@@ -61,9 +56,8 @@ def add_push(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("repo", metavar="REPO", help="repository on the hub, USER/NAME; created if needed")
     parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument("--dry-run", type=Path, metavar="OUT", help="write the folder there, a new one, and upload nothing")
-    parser.add_argument(
-        "--bench", type=Path, action="extend", nargs="+", metavar="FILE", help="reports of headstart bench --json, for the model card"
-    )
+    about = "reports of headstart bench --json, for the model card"
+    parser.add_argument("--bench", type=Path, action="extend", nargs="+", metavar="FILE", help=about)
     parser.add_argument("--base-model", metavar="HUB_ID", help="the backbone's hub id, if the heads were trained on a local copy")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the weights (auto: as saved)")
 
@@ -122,14 +116,11 @@ VERIFY_EXAMPLE = """examples:
 def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="heads to verify: an exported folder, a checkpoint of Headstart, or a hub id")
     parser.add_argument("--backbone", metavar="M", help="folder, hub id or 'embedded' (default: the one recorded)")
-    parser.add_argument(
-        "--heads", metavar="DIR",
-        help="the heads that were exported (default: those that DIR records or is; their drafts are stored in it)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--engine", choices=("reference", "vllm", "llama.cpp"), default="reference",
-        help="an engine whose drafts to compare too (reference, the default: none; the files are read back, and the backbone does not run)",
-    )  # fmt: skip
+    about = "the heads that were exported (default: those that DIR records or is; their drafts are stored in it)"
+    parser.add_argument("--heads", metavar="DIR", help=about)
+    read_back = "reference, the default: none; the files are read back, and the backbone does not run"
+    about = f"an engine whose drafts to compare too ({read_back})"
+    parser.add_argument("--engine", choices=("reference", "vllm", "llama.cpp"), default="reference", help=about)
     about = "prompts for an engine, as for bench (default: some texts)"
     parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help=about)
     add_template_arguments(parser)
@@ -161,20 +152,19 @@ def verify(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     name = backbone_name(name, [heads] if heads else [])
     backbone, prompts, where = _subject(args, name, heads)
-    verdict = examine(
-        Check(
-            folder=folder,
-            backbone=backbone,
-            heads=None if heads == str(folder) else heads,
-            engine=args.engine,
-            prompts=prompts,
-            new_tokens=args.max_new_tokens,
-            depth=args.depth,
-            allow_finetuned=args.allow_finetuned,
-            where=where,
-            stored=None if args.heads else stored,
-        )
+    check = Check(
+        folder=folder,
+        backbone=backbone,
+        heads=None if heads == str(folder) else heads,
+        engine=args.engine,
+        prompts=prompts,
+        new_tokens=args.max_new_tokens,
+        depth=args.depth,
+        allow_finetuned=args.allow_finetuned,
+        where=where,
+        stored=None if args.heads else stored,
     )
+    verdict = examine(check)
     print("\n".join(verdict.lines()))
     write_json(args.json, verdict.report())
     return 0 if verdict.equal else 1

@@ -79,11 +79,9 @@ def _train(recipe: Recipe) -> int:
         lower = f"train.micro_batch (now {size or 'null'}), objective.chunk_size ({chunk}) or data.max_length ({length})"
         raise UserError(f"out of memory; lower {lower}: {str(error).splitlines()[0]}") from None
     except OSError as error:  # a full or failing disk, no permission
-        where = f" ({error.filename})" if error.filename else ""
-        raise UserError(
-            f"the run has ended: {error.strerror or error}{where}; put that right, and the same command goes on from what was last saved "
-            f"in {recipe.save.dir}"
-        ) from None
+        fault = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
+        remedy = f"put that right, and the same command goes on from what was last saved in {recipe.save.dir}"
+        raise UserError(f"the run has ended: {fault}; {remedy}") from None
     except RuntimeError as error:
         if (lost := lost_process(error, recipe.save.dir)) is None:
             raise
@@ -106,7 +104,6 @@ def add_new_head(parser: argparse.ArgumentParser) -> None:
 
 def new_head(args: argparse.Namespace) -> int:
     """Write a folder with a working head, a recipe and a test."""
-
     name = args.name
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names or not name.islower():
         raise UserError(f"{name!r} can't name a package of Python; use lower-case letters, digits and _, such as my_head")
@@ -146,15 +143,12 @@ def check_head(args: argparse.Namespace) -> int:
         about = (check.__doc__ or "").split("\n")[0]
         try:
             check(drafter)
-        except Broken as error:
-            broken += 1
-            print(f"broken  {about}\n        {error}")
-        except (UserError, KeyboardInterrupt):
+        except UserError:
             raise
-        except Exception as error:  # the head's own
+        except Exception as error:  # but for what breaks the contract, the head's own
             broken += 1
-            place = _place(error, args.module)
-            print(f"broken  {about}\n        {place}{type(error).__name__}: {one_line(str(error))}")
+            place = "" if isinstance(error, Broken) else f"{_place(error, args.module)}{type(error).__name__}: "
+            print(f"broken  {about}\n        {place}{one_line(str(error))}")
         else:
             print(f"ok      {about}")
     print(f"{args.module} breaks {broken} of {len(CHECKS)} rules" if broken else f"{args.module} keeps the contract")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from headstart import __version__
+
 AS_ACCELERATOR: ContextVar[bool] = ContextVar("the CPU is treated as an accelerator", default=False)
 """Where it is True, as in tests, sizes and kernels on the CPU are chosen as on an accelerator."""
 
@@ -30,6 +32,12 @@ def not_compilable(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None if shutil.which(cxx()) else f"torch.compile needs a C++ compiler ({cxx()} is missing); install one or set CXX"
     return None if importlib.util.find_spec("triton") else "torch.compile needs Triton on this device; install triton"
+
+
+def versions(*libraries: str) -> dict[str, str]:
+    """The versions of Headstart, of these libraries and of Python."""
+    of_libraries = {name: importlib.import_module(name).__version__ for name in libraries}
+    return {"headstart": __version__, **of_libraries, "python": platform.python_version()}
 
 
 def cxx() -> str:

@@ -39,6 +39,15 @@ class UserError(ValueError):
         super().__init__(one_line(message))
 
 
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Within this context, the message of a UserError begins with ``what``, where the mistake is."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+
+
 def one_line(text: str, longest: int = LONGEST) -> str:
     """Return the text in one line that is safe on a terminal: line breaks become spaces, other control characters escapes."""
     text = _cut(text, longest)

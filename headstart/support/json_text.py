@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headstart.support.errors import UserError, cause
+from headstart.support.errors import UserError, cause, naming
 from headstart.support.files import require_file
 from headstart.support.text import SURROGATE, decode, read_text, require_characters
 
@@ -31,10 +31,8 @@ def parse_json(text: str, where: str, whole_characters: bool = True) -> Any:
 
     ``whole_characters`` False: halves of surrogate pairs are kept, for `repaired`.
     """
-    try:
+    with naming(where):
         return _parse(text, whole_characters)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:

@@ -63,6 +63,12 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
+def shortened(value: Any) -> str:
+    """Return a value as Python writes it, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def gigabytes(size: float) -> str:
     """Format bytes as GB, or as MB below 1 GB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 
-from headstart import __version__
 from headstart.chat.prompts import Prompt, Prompter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.judging import Judging, compare_logits
@@ -46,7 +44,7 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
 from headstart.inference.runtime import paused
 from headstart.inference.steps import Tally
-from headstart.support.devices import dtype_name
+from headstart.support.devices import dtype_name, versions
 from headstart.support.terminal import watched
 
 TIMED = 4
@@ -272,12 +270,7 @@ def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan, given: in
         "threads": torch.get_num_threads(),
         "processors": os.cpu_count() or 1,
         "other_programs": 0.0,
-        "versions": {
-            "headstart": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions("torch", "transformers"),
         "device": _device_name(backbone.device),
         "dtype": dtype_name(backbone.dtype),
         "weight_bytes": weight_bytes(backbone),

@@ -25,7 +25,7 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_by_transformers, continue_texts
 from headstart.inference.steps import PARTS, Tally
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, naming
 
 Beside = Callable[[Tensor, torch.device], dict[str, Tensor]]
 """`Prompter.beside`."""
@@ -161,10 +161,8 @@ class _FirstStep(StoppingCriteria):
 
 def load_assistant(name: str, backbone: Backbone, trust_remote_code: bool) -> PreTrainedModel:
     """Load a draft model for transformers' assisted decoding. Raises UserError unless its vocabulary has the backbone's size."""
-    try:
+    with naming("--assistant"):
         assistant = load_backbone(name, trust_remote_code=trust_remote_code, device=backbone.device)
-    except UserError as error:
-        raise UserError(f"--assistant: {error}") from None
     if assistant.vocab != backbone.vocab:
         raise UserError(
             f"--assistant {name} has a vocabulary of {assistant.vocab} tokens, the backbone {backbone.name} one of {backbone.vocab};"

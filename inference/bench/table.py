@@ -12,12 +12,11 @@ from rich.console import RenderableType
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.messages import shortened
 from headstart.chat.prompts import Prompt
 from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE, TITLES, name, sentence, setting
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, SystemResult
 from headstart.support.terminal import Section, Table, page, show
-from headstart.support.text import token_texts
+from headstart.support.text import shortened, token_texts
 
 Row = dict[str, Any]
 SPEEDS = ("accept len (tau)", "tokens/s", "x AR", "x transformers")

@@ -27,9 +27,8 @@ from headstart.training.data.data import Sample
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import StepKey, sample_anchors
-from headstart.training.objective.objective import Sums, objective
+from headstart.training.objective.objective import Sums, TrainStep, objective
 from headstart.training.recipe.recipe import Objective
-from headstart.training.run.step import TrainStep
 
 LENGTHS, ROWS = (9, 4, 13, 6, 21, 5, 8), [[0, 1, 2], [3, 4], [5, 6]]
 KEY = StepKey(seed=3, step=5)

@@ -14,5 +14,5 @@ def make_samples(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, *, source: str, ends: Sequence[int] = ()
 ) -> tuple[list[Sample], Stats]:
     """See `tokenise.make_samples`."""
-    read = tokenise.reader_of(find_column(rows, data, source), tokenizer, data, ends)
+    read = tokenise.reader_of(find_column(rows, data, source), tokenizer, ends)
     return tokenise.make_samples(rows, read, data, source=source)

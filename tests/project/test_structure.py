@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 228, "lines": 37_872, "lines of code": 26_804}
+LIMITS = {"files": 227, "lines": 37_480, "lines of code": 26_486}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_672, "lines of code": 1_957}
 TEST_LIMITS = {"lines": 36_127, "setattr": 71, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small

@@ -55,7 +55,7 @@ from headstart.training.recipe.recipe import Data
 tokenizer = headstart.load_tokenizer("FILE")
 data = Data(train="ANSWERS", format="FORM", limit=LIMIT)
 rows, ends = read_rows("ANSWERS", limit=LIMIT), read_end_tokens("FILE")
-samples, stats = make_samples(rows, reader_of(find_column(rows, data, "ANSWERS"), tokenizer, data, ends), data, source="ANSWERS")
+samples, stats = make_samples(rows, reader_of(find_column(rows, data, "ANSWERS"), tokenizer, ends), data, source="ANSWERS")
 print(json.dumps({"samples": [[one.tokens.tolist(), one.loss_mask.int().tolist()] for one in samples]}))
 """
 Wrote = dict[str, tuple[list[int], list[int]]]

@@ -25,7 +25,7 @@ from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.sections import Lora
 from headstart.training.recipe.training import Objective
 from headstart.training.run.optimizer import adapter_rise
-from headstart.training.run.step import JointStep, recompute
+from headstart.training.run.trainer import JointStep, recompute
 from headstart.training.setup import prepare
 
 ALL = {"target_modules": "all-linear"}

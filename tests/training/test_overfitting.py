@@ -19,9 +19,9 @@ from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.loss_rows import StepKey
+from headstart.training.objective.objective import TrainStep
 from headstart.training.recipe.recipe import Objective, Train
 from headstart.training.run.optimizer import build_optimizer, learning_rate
-from headstart.training.run.step import TrainStep
 
 DEPTH, NEW_TOKENS, SHARE = 4, 61, 0.9
 PROMPT = "import os\nimport sys\n\n"

@@ -13,11 +13,11 @@ from headstart.heads.methods import methods
 from headstart.training.data.batches import Batch
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.loss_rows import StepKey
+from headstart.training.objective.objective import TrainStep
 from headstart.training.plan.duration import step_operations
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import Recipe, load_recipe
-from headstart.training.run.step import TrainStep
 from headstart.training.run.trainer import build
 from headstart.training.setup import prepare
 

@@ -72,12 +72,6 @@ def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
     )
 
 
-def empty_batch(length: int) -> Batch:
-    """Make a batch of one row of padding, for a process with fewer micro-batches than others."""
-    tokens_1T = torch.zeros(1, length, dtype=torch.int64)
-    return Batch(tokens_1T, torch.zeros_like(tokens_1T, dtype=torch.bool), torch.full_like(tokens_1T, -1), ((),))
-
-
 def batches_by_length(samples: Sequence[Sample], indices: Iterable[int], positions: int = FORWARD_TOKENS) -> Iterator[list[int]]:
     """Group samples of similar length, by their indices, into batches of so many positions, padding included."""
     batch: list[int] = []
@@ -98,9 +92,8 @@ def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[
     for index in sorted(order, key=lambda i: -lengths[i]):
         length = lengths[index]
         if length > row_length:
-            raise UserError(
-                f"a sample of {length} tokens does not fit a row of {row_length}; raise data.max_length or set data.overlong=split"
-            )
+            remedy = "raise data.max_length or set data.overlong=split"
+            raise UserError(f"a sample of {length} tokens does not fit a row of {row_length}; {remedy}")
         fitting = rooms >> length
         room = length + (fitting & -fitting).bit_length() - 1 if fitting else row_length
         row = by_room[room].pop() if fitting else len(rows)
@@ -237,9 +230,10 @@ class BatchSampler:
         """Yield this process's micro-batches of the step."""
         batches = self.local_rows(step)
         if self.equal_counts:
+            padding_1T = torch.zeros(1, MIN_TOKENS, dtype=torch.int64, device=device)
             most = -(-self.train.batch_size // self.processes)  # rows of the first process; no process has more
             for _ in range(-(-most // (self.train.micro_batch or most)) - len(batches)):
-                yield empty_batch(MIN_TOKENS).to(device)
+                yield Batch(padding_1T, padding_1T.bool(), padding_1T - 1, ((),))
         for rows in batches:
             yield collate(self.samples, rows).to(device)
 

@@ -38,23 +38,6 @@ Samples = Sequence[tuple[list[int], list[bool]]]
 
 
 @dataclass(frozen=True)
-class Difference:
-    where: str
-    trained: list[int]
-    written: list[int]
-    cause: str
-
-    def __str__(self) -> str:
-        pairs = zip(self.trained, self.written, strict=False)
-        place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(self.trained), len(self.written)))
-        first, end = max(place - AROUND, 0), place + AROUND
-        return (
-            f"{self.where}: from token {first} of the answer on, trained on {self.trained[first:end]}, written {self.written[first:end]}; "
-            f"likely cause: {self.cause}"
-        )
-
-
-@dataclass(frozen=True)
 class Check:
     """The result."""
 
@@ -62,7 +45,8 @@ class Check:
     same: int
     stored: bool = False
     """Whether token ids are kept beside all of the text."""
-    first: Difference | None = None
+    first: str | None = None
+    """The first difference."""
     warning: str = ""
     """What is amiss with the ends of answers (`Ending.warning`)."""
 
@@ -113,31 +97,39 @@ def _compare(row: Row, where: str, column: Column, chat: Chat, exact: bool) -> C
     return Check(len(turns), differences.count(None), bool(stored), next((one for one in differences if one is not None), None))
 
 
-def _turn(where: str, samples: Samples, messages: list[Message], tools: Any, chat: Chat, written: list[int] | None) -> Difference | None:
+def _turn(where: str, samples: Samples, messages: list[Message], tools: Any, chat: Chat, written: list[int] | None) -> str | None:
     """Compare the last message as it is in the samples of its row; ``written``: its stored answer, if any."""
     asked = chat.applied(messages[:-1], tools)
     length = len(asked)
     tokens, labels = max(samples, key=lambda sample: common_prefix(sample[0], asked))
     if tokens[:length] != asked:
-        return Difference(f"{where}, its prompt", tokens[:length], asked, "the prompt is not what apply_chat_template gives: report this")
+        return _difference(f"{where}, its prompt", tokens[:length], asked, "the prompt is not what apply_chat_template gives: report this")
     rest, labels = tokens[length:], labels[length:]
     answer = rest[: chat.ending.length(rest) or (labels.index(False) if False in labels else None)]
     if written is not None:
         cause = "the text does not say all that was written; train on the tokens (data.format=tokens)"
-        return None if answer == written else Difference(where, answer, written, cause)
+        return None if answer == written else _difference(where, answer, written, cause)
     again = chat.continued([chat.text(answer)])[0]
-    difference = None if again == answer else Difference(where, answer, again, "the tokenizer does not give a text back as it was")
+    difference = None if again == answer else _difference(where, answer, again, "the tokenizer does not give a text back as it was")
     return _said(where, asked, answer, messages[-1], chat) or difference
 
 
-def _said(where: str, asked: list[int], answer: list[int], message: Message, chat: Chat) -> Difference | None:
+def _said(where: str, asked: list[int], answer: list[int], message: Message, chat: Chat) -> str | None:
     """Compare what an answer's tokens say with its text, which may begin with what the prompt's end has opened."""
     content, text = message.get("content"), chat.text([*asked[-OPENED:], *answer])
     wanted = content.strip() if isinstance(content, str) else ""
     if wanted in text or all(part.strip() in text for part in THINK.split(wanted)):
         return None
     cause = "the tokenizer or the chat template changes the text, or the token ids are another tokenizer's"
-    return Difference(where, answer, chat.continued([wanted])[0], cause)
+    return _difference(where, answer, chat.continued([wanted])[0], cause)
+
+
+def _difference(where: str, trained: list[int], written: list[int], cause: str) -> str:
+    """Say where two answers differ first, and why."""
+    place = common_prefix(trained, written)
+    first, end = max(place - AROUND, 0), place + AROUND
+    found = f"{where}: from token {first} of the answer on, trained on {trained[first:end]}, written {written[first:end]}"
+    return f"{found}; likely cause: {cause}"
 
 
 def _runs(sample: Sample) -> list[tuple[list[int], list[int]]]:

@@ -6,6 +6,7 @@ Shape suffixes: T positions, V backbone vocabulary, DV draft vocabulary.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.images import ImageReader, make_chat
 from headstart.chat.messages import prompt_length
-from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.images import image_reader
 from headstart.support.errors import UserError, notice
 from headstart.training.data.batches import Mix
@@ -37,7 +38,7 @@ def checked_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, ImageRea
     columns, tokenizer = check_data(recipe.data), load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
     images = read_images(recipe, tokenizer)
     for column in columns:
-        reader_of(column, tokenizer, column.data, images=images)
+        reader_of(column, tokenizer, images=images)
     return tokenizer, images
 
 
@@ -49,9 +50,18 @@ def read_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageRead
 
 def check_data(data: Data) -> list[Column]:
     """Return the columns of the data's files. Raises UserError for a file that is missing, empty, or cannot be read, or without one."""
-    held = [(data.eval, data)] if data.eval is not None and data.eval_rows else []
-    named = [*((one.name, one) for one in data.per_dataset()), *held]
-    return [find_column(read_rows(name, limit=FIRST), settings, name) for name, settings in named if names_file(name)]
+    named = [one for one in (*data.per_dataset(), *data.held_out()) if names_file(one.name)]
+    return [find_column(read_rows(one.name, limit=FIRST), one, one.name) for one in named]
+
+
+def load_for(
+    recipe: Recipe, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None, ends: Sequence[int], bar: bool
+) -> Splits:
+    """Load a recipe's data (`load_data`), which the backbone's context and vocabulary must hold. Raises UserError."""
+    context = backbone.max_positions or sys.maxsize
+    splits = load_data(recipe.data, tokenizer, context, ends=ends, images=images, progress=bar)
+    require_vocabulary([*splits.train, *splits.eval], backbone.vocab)
+    return splits
 
 
 def load_data(
@@ -77,26 +87,23 @@ def load_data(
 
 
 def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], images: ImageReader | None, progress: bool) -> Splits:
-    datasets = data.per_dataset()
-    found = [sound_rows(read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit), one, one.name) for one in datasets]
+    datasets, other = data.per_dataset(), data.held_out()
+    read_from = [(one, read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit)) for one in (*datasets, *other)]
+    found = [sound_rows(named, one, one.name) for one, named in read_from]
     rows, counts = [sound for sound, _ in found], [stats for _, stats in found]
-    held: list[tuple[list[Row], Data, str]] = []
-    if data.eval is not None and data.eval_rows:
-        named = read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
-        sound, stats = sound_rows(named, data, data.eval)
-        held, counts = [(sound, data, data.eval)], [*counts, stats]
-    elif data.eval_rows:
+    rows, held = rows[: len(datasets)], [*zip(rows[len(datasets) :], other, strict=True)]
+    if data.eval is None and data.eval_rows:
         rows, out = hold_out(rows, data.eval_rows, data.name)
-        held = [(part, one, one.name) for part, one in zip(out, datasets, strict=True) if part]
+        held = [(part, one) for part, one in zip(out, datasets, strict=True) if part]
     train: list[list[Sample]] = []
     for part, one in zip(rows, datasets, strict=True):
-        read = reader_of(find_column(part, one, one.name), tokenizer, one, ends, images)
+        read = reader_of(find_column(part, one, one.name), tokenizer, ends, images)
         samples, stats = make_samples(part, read, one, source=one.name, progress=progress)
         train, counts = [*train, samples], [*counts, stats]
     held_out: list[Sample] = []
-    for part, one, name in held:
+    for part, one in held:
         uncut = one.model_copy(update={"overlong": "truncate"}) if data.splits_long else one  # later pieces are not prompts
-        held_out += make_samples(part, reader_of(find_column(part, one, name), tokenizer, one, ends, images), uncut, source=name)[0]
+        held_out += make_samples(part, reader_of(find_column(part, one, one.name), tokenizer, ends, images), uncut, source=one.name)[0]
     check = sum((_check(part, tokenizer, one, ends, images) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
     check.require()
     whole = [sample for samples in train for sample in samples]
@@ -144,9 +151,9 @@ def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, 
     return compare(rows, data.name, column, make_chat(tokenizer, settings, images), exact)
 
 
-def require_vocabulary(splits: Splits, vocab: int) -> None:
+def require_vocabulary(samples: Sequence[Sample], vocab: int) -> None:
     """Raise UserError if a token is outside the backbone's vocabulary of size ``vocab``."""
-    largest = max(int(sample.tokens.max()) for sample in [*splits.train, *splits.eval])
+    largest = max(int(sample.tokens.max()) for sample in samples)
     if largest >= vocab:
         raise UserError(f"the tokenizer gives token {largest}, but the backbone's vocabulary has {vocab}; use the backbone's own")
 
@@ -172,10 +179,8 @@ def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Sam
     longest = context - settings.max_new_tokens
     fitting = [prompt for sample in samples if 0 < len((prompt := _prompt(sample, settings.prompt_tokens)).tokens) <= longest]
     if samples and not fitting:
-        raise UserError(
-            f"no held-out prompt leaves eval.max_new_tokens={settings.max_new_tokens} of the backbone's context of {context};"
-            " lower eval.max_new_tokens, eval.prompt_tokens or data.max_length"
-        )
+        fault = f"no held-out prompt leaves eval.max_new_tokens={settings.max_new_tokens} of the backbone's context of {context}"
+        raise UserError(f"{fault}; lower eval.max_new_tokens, eval.prompt_tokens or data.max_length")
     return fitting[: settings.prompts]
 
 
@@ -207,10 +212,8 @@ class LabelCounts(NamedTuple):
 
 def count_labels(samples: Sequence[Sample], vocab: int) -> Tensor:
     """Count each token among the label tokens (int64 ``[V]``). Raises UserError for a token outside the vocabulary."""
-    counts_V = torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=vocab)
-    if len(counts_V) > vocab:
-        raise UserError(f"the tokenizer gives token {len(counts_V) - 1}, but the backbone's vocabulary has {vocab}; use the backbone's own")
-    return counts_V
+    require_vocabulary(samples, vocab)
+    return torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=vocab)
 
 
 def most_frequent(counts_V: Tensor, size: int) -> Tensor:

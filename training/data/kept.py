@@ -32,12 +32,12 @@ import headstart
 from headstart.chat.template import Template
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, cache_folder, value_hash
-from headstart.training.data.batches import Mix
+from headstart.training.data.batches import BatchSampler, Mix
 from headstart.training.data.check import Check
 from headstart.training.data.rows import fingerprint
 from headstart.training.data.samples import Sample, Stats
 from headstart.training.data.tokenise import chat_settings
-from headstart.training.recipe.recipe import Data, to_dict
+from headstart.training.recipe.recipe import Data, Recipe, to_dict
 
 FORMAT = 2
 MOST_BYTES, MOST_FILES = 10 << 30, 256
@@ -64,6 +64,11 @@ class Splits:
     kept: bool = False
     """Whether an earlier start has made them."""
 
+    def feed(self, recipe: Recipe, process: int = 0, processes: int = 1) -> BatchSampler:
+        """Return the batches of a process of the recipe's run."""
+        window = recipe.data.max_length if recipe.data.packing else None
+        return BatchSampler(self.train, recipe.train, recipe.seed, process, processes, window, recipe.backbone.shard, self.mix)
+
     def __str__(self) -> str:
         return f"{self.stats}{'; tokens of an earlier start' if self.kept else ''}"
 
@@ -73,9 +78,7 @@ def tokens_file(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[i
     settings = chat_settings(data, ends)
     if data.images or (settings.time is None and settings.template_of(tokenizer) and Template(tokenizer, settings).prints_date):
         return None
-    sources = [fingerprint(one.name, split=one.split, subset=one.subset) for one in data.per_dataset()]
-    if data.eval is not None and data.eval_rows:
-        sources.append(fingerprint(data.eval, split=data.eval_split, subset=data.subset))
+    sources = [fingerprint(one.name, split=one.split, subset=one.subset) for one in (*data.per_dataset(), *data.held_out())]
     described = _described(tokenizer)
     if described is None or None in sources:
         return None

@@ -16,20 +16,10 @@ import torch
 from torch import Tensor
 
 from headstart.chat.images import ImageFile
-from headstart.chat.messages import (
-    ANSWERS,
-    DETAILS,
-    PROMPTS,
-    Message,
-    looks_like_turns,
-    prompt_of,
-    read_conversation,
-    read_pair,
-    shortened,
-    unread,
-)
+from headstart.chat.messages import ANSWERS, DETAILS, PROMPTS, Message, looks_like_turns, prompt_of, read_conversation, read_pair, unread
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
+from headstart.support.text import shortened
 from headstart.training.recipe.sections import Data
 
 IDS, MASK, LABELS, PADDING = "input_ids", "loss_mask", "labels", "attention_mask"

@@ -90,7 +90,7 @@ def now() -> str:
 def begun_at(recipe: Recipe, kept: Sequence[str | None], instant: str) -> Recipe:
     """Return the recipe with ``data.template_time``: its own, else the first of those ``kept``, else ``instant``."""
     time = next((time for time in (recipe.data.template_time, *kept) if time), instant)
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_time": time})})
+    return recipe.but({"data": {"template_time": time}})
 
 
 def prints_date(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -118,8 +118,12 @@ def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, 
             samples += [Sample(torch.from_numpy(tokens), torch.from_numpy(mask), own) for tokens, mask, own in found]
             stats += counts
             bar.update(counts.rows)
+    if not samples and stats.rows_without_assistant == stats.rows:
+        roles = ", ".join(stats.roles) or "none"
+        fault = f"no assistant turn to train on in any of the {stats.rows} rows of {source} (roles found: {roles})"
+        raise UserError(f"{fault}; data.loss_on=all trains on every token")
     if not samples:
-        raise _nothing_left(stats, source)
+        raise UserError(f"no label tokens in {source}: {stats}")
     return samples, stats
 
 
@@ -139,17 +143,16 @@ def _make(rows: Sequence[Row], part: range, read: Reader, data: Data, source: st
     return samples, stats
 
 
-def reader_of(
-    column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int] = (), images: ImageReader | None = None
-) -> Reader:
+def reader_of(column: Column, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = (), images: ImageReader | None = None) -> Reader:
     """Return the function that makes a row's samples. Raises UserError for conversations without a chat template."""
+    data = column.data
     if column.kind == "tokens":
         return lambda row, where, stats: _with_images(read_tokens(row, column.name, where, data.loss_on == "all"), row, images, where)
     if column.kind == "text":
         return lambda row, where, stats: [whole(tokenizer(column.text(row, where), verbose=False)[IDS])]
     settings = chat_settings(data, ends)
     if column.kind == "pair" and (data.format == "text" or not settings.template_of(tokenizer)):
-        return _plain_pairs(column, tokenizer, data, ends)
+        return _plain_pairs(column, tokenizer, ends)
     chat = make_chat(tokenizer, settings, images)
 
     def read(row: Row, where: str, stats: Stats) -> list[Sample]:
@@ -174,14 +177,14 @@ def _with_images(samples: list[Sample], row: Row, images: ImageReader | None, wh
     return [replace(sample, images=images.find(sample.tokens.tolist(), files, where)) for sample in samples]
 
 
-def _plain_pairs(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
+def _plain_pairs(column: Column, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Reader:
     """Return the function that makes samples of prompts and answers without a chat template: the answer follows as it is, and ends."""
     continuation, end = Continuation(tokenizer), list(ends[:1]) or [token for token in [tokenizer.eos_token_id] if token is not None]
 
     def read(row: Row, where: str, stats: Stats) -> list[Sample]:
         prompt, answer = column.plain_pair(row, where)
         asked, said = tokenizer(prompt, verbose=False)[IDS], [*continuation.continued([answer])[0], *end]
-        return [Sample.of([*asked, *said], [data.loss_on == "all"] * len(asked) + [True] * len(said))]
+        return [Sample.of([*asked, *said], [column.data.loss_on == "all"] * len(asked) + [True] * len(said))]
 
     return read
 
@@ -207,13 +210,3 @@ def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
     if count > 1:
         stats.samples_split, stats.pieces = stats.samples_split + 1, stats.pieces + count
     return kept
-
-
-def _nothing_left(stats: Stats, source: str) -> UserError:
-    if stats.rows_without_assistant == stats.rows:
-        roles = ", ".join(stats.roles) or "none"
-        return UserError(
-            f"no assistant turn to train on in any of the {stats.rows} rows of {source} (roles found: {roles});"
-            " data.loss_on=all trains on every token"
-        )
-    return UserError(f"no label tokens in {source}: {stats}")

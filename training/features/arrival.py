@@ -10,8 +10,7 @@ Shape suffixes: T positions, L layers, D width, V vocabulary, N statements.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,8 +32,7 @@ Readout = Callable[[Tensor], Tensor]
 """Final hidden states ``[..., D]`` -> logits ``[..., V]``."""
 
 
-@dataclass(frozen=True)
-class Stated:
+class Stated(NamedTuple):
     """The server's most likely tokens after some positions."""
 
     at_N: Tensor
@@ -84,7 +82,7 @@ def check(answer: Answer, hidden_TD: Tensor, norm: Readout, readout: Readout) ->
         _wrong(answer, "the answer states no log-probabilities to check hidden states by: give vLLM 0.32 or newer")
     rows_ND, precision = hidden_TD[stated.at_N], max(torch.finfo(one.dtype).eps for one in (hidden_TD, answer.hidden_TLD))
     parts = [slice(start, start + CHUNK) for start in range(0, len(rows_ND), CHUNK)]
-    compared = [_compare(readout(norm(rows_ND[part])), _part(stated, part), precision) for part in parts]
+    compared = [_compare(readout(norm(rows_ND[part])), Stated(*(one[part] for one in stated)), precision) for part in parts]
     wrong_N, rare_N = (torch.cat(values) for values in zip(*compared, strict=True))
     if wrong_N.float().mean() > WRONG:
         _explain(answer, stated, wrong_N, (rows_ND[:CHUNK], norm, readout), precision)
@@ -105,7 +103,7 @@ def _explain(answer: Answer, stated: Stated, wrong_N: Tensor, read: tuple[Tensor
         first, last = (int(stated.at_N[i]) for i in block)
         cut = "prefill in chunks, or a cached prefix, has cut them"
         _wrong(answer, f"rows {first} to {last} are wrong and the others right: {cut}; {START}")
-    (rows_ND, norm, readout), stated = read, _part(stated, slice(0, CHUNK))
+    (rows_ND, norm, readout), stated = read, Stated(*(one[:CHUNK] for one in stated))
     if _compare(readout(rows_ND), stated, precision)[0].float().mean() <= WRONG:
         twice = "the last layer's rows are normed already, and would be twice: a wrong final norm"
         _wrong(answer, f"{twice}; {START}, whose last layer comes before it")
@@ -144,10 +142,6 @@ def _compare(logits_NV: Tensor, stated: Stated, precision: float) -> tuple[Tenso
     allowed_N = LEAST + ULPS * precision * logits_NV.float().abs().amax(-1)
     rare_N = p_NV.where(p_NV <= p_N1, 0).sum(-1) < RARE
     return (p_N1[:, 0].clamp(min=1e-38).log() - stated.log_prob_N).abs() > allowed_N, rare_N
-
-
-def _part(stated: Stated, part: slice) -> Stated:
-    return Stated(stated.at_N[part], stated.token_N[part], stated.log_prob_N[part])
 
 
 def _block(wrong_N: Tensor) -> tuple[int, int] | None:

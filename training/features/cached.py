@@ -16,7 +16,7 @@ import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -32,23 +32,13 @@ from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.support.files import value_hash
-from headstart.support.pytree import map_tensors
 from headstart.support.text import gigabytes
 from headstart.training.data.batches import Batch, BatchSampler, collate, samples_hash
 from headstart.training.data.samples import Sample
-from headstart.training.features.codec import CacheFormat, Record, concatenate, with_teacher
-from headstart.training.features.manifest import (
-    FORMAT,
-    MANIFEST,
-    Manifest,
-    ShardReader,
-    contents_of,
-    free_bytes,
-    read_manifest,
-    save_tensors,
-)
+from headstart.training.features.codec import CacheFormat, Record, concatenate, save_tensors, with_teacher, without_prefix
+from headstart.training.features.manifest import FORMAT, MANIFEST, Manifest, ShardReader, contents_of, free_bytes, read_manifest
 from headstart.training.features.served import ServedFeatures
-from headstart.training.features.source import FeatureSource, LiveFeatures, taps_of
+from headstart.training.features.source import FeatureSource, LiveFeatures, LiveWithCache, taps_of
 from headstart.training.recipe.recipe import Recipe
 
 SUPPLEMENT = "supplement.safetensors"
@@ -60,44 +50,14 @@ SHARE_OF_DISK = 0.5
 """Of the free space that features kept between epochs may take."""
 
 
-@dataclass(frozen=True)
-class Supplement:
-    """The contents of a cache's supplement."""
-
-    form: CacheFormat
-    tensors: Record
-    held_out: str
-    """Hash of the held-out rows."""
-    lacks_last: bool
-    """See `FeatureSource.lacks_last`."""
-
-    def probe(self) -> Features:
-        """Return the features of `probe_tokens`, with all taps that are here."""
-        parts = {name.removeprefix("probe."): tensor[None] for name, tensor in self.tensors.items() if name.startswith("probe.")}
-        taps = {int(name.removeprefix("tap.")): tensor for name, tensor in parts.items() if name.startswith("tap.")}
-        return Features(parts["tokens"], parts["hidden"], taps)
-
-    def read_held_out(self, samples: Sequence[Sample], device: torch.device) -> Iterator[Features]:
-        """Yield the features of each held-out row; none if others are here."""
-        chosen = evaluated(samples)
-        if samples_hash(chosen) != self.held_out:
-            return
-        for i in range(len(chosen)):
-            held = f"held.{i}."
-            record = {name.removeprefix(held): tensor for name, tensor in self.tensors.items() if name.startswith(held)}
-            yield self.form.decode(record, collate(chosen, [[i]]).to(device), self.form.taps)
-
-
-def read_supplement(manifest: Manifest, form: CacheFormat) -> Supplement | None:
-    """Read a cache's supplement; None if it has none."""
+def read_supplement(manifest: Manifest) -> tuple[Record, dict[str, str]] | None:
+    """Read a cache's supplement, and its header; None if it has none."""
     path = manifest.folder / SUPPLEMENT
     if not path.exists():
         return None
     with safe_open(path, "pt") as file:
         header = file.metadata() or {}
-    if header.get("cache") != manifest.id:
-        return None
-    return Supplement(form, load_file(path), header["held_out"], header["lacks_last"] == "True")
+    return (load_file(path), header) if header.get("cache") == manifest.id else None
 
 
 def evaluated(samples: Sequence[Sample]) -> list[Sample]:
@@ -113,10 +73,11 @@ class CachedFeatures(FeatureSource):
         self.reader, self.form, self.taps, self.backbone = ShardReader(manifest), form, taps, backbone
         self.without_last = False
         """Whether the features of a sample's last token are left out, which are none."""
-        supplement = read_supplement(manifest, form)
+        supplement = read_supplement(manifest)
         if supplement is None:
             raise UserError(f"{manifest.folder} lacks {SUPPLEMENT}; run headstart cache with this recipe to write it")
-        self.supplement = supplement
+        self.supplement, header = supplement
+        self.held_out, self.lacks_last = header["held_out"], header["lacks_last"] == "True"
 
     def read(self, batch: Batch) -> Features:
         features = self.form.decode(concatenate([self.reader.sample(i) for row in batch.members for i in row]), batch, self.taps)
@@ -127,15 +88,22 @@ class CachedFeatures(FeatureSource):
 
     def probe(self, tokens_1T: Tensor) -> Features:
         """Return the features of the tokens that were probed when the cache was written."""
-        return map_tensors(lambda tensor: tensor.to(self.backbone.device), self.supplement.probe())
+        parts = {name: tensor[None].to(self.backbone.device) for name, tensor in without_prefix(self.supplement, "probe.").items()}
+        taps = {int(tap): tensor for tap, tensor in without_prefix(parts, "tap.").items()}
+        return Features(parts["tokens"], parts["hidden"], taps)
 
     def for_starts(self, taps: tuple[int, ...]) -> FeatureSource:
         source = copy(self)
-        source.without_last = self.supplement.lacks_last
+        source.without_last = self.lacks_last
         return source
 
     def read_held_out(self, samples: Sequence[Sample]) -> Iterator[Features]:
-        yield from self.supplement.read_held_out(samples, self.backbone.device)
+        chosen = evaluated(samples)
+        if samples_hash(chosen) != self.held_out:
+            return
+        for i in range(len(chosen)):
+            record = without_prefix(self.supplement, f"held.{i}.")
+            yield self.form.decode(record, collate(chosen, [[i]]).to(self.backbone.device), self.form.taps)
 
 
 def open_source(
@@ -145,31 +113,28 @@ def open_source(
     backbone, cache, taps = drafters[0].backbone, recipe.cache, taps_of(drafters)
     if cache.dir is None:
         source = computed(recipe, backbone, taps)
-        _read_by(backbone, source)
-        return source, None if recipe.features.endpoint is None else f"from {', '.join(recipe.features.endpoint)}"
-    form, folder = CacheFormat.of(backbone, taps, cache.dtype), Path(cache.dir)
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise UserError(f"no features in {folder}: found no {MANIFEST}; run headstart cache with this recipe, or set cache.dir=null")
-    manifest.require(contents_of(samples, form, backbone, tokenizer, recipe.data))
-    cached = CachedFeatures(manifest, replace(form, taps=manifest.taps), taps, backbone)
-    _read_by(backbone, cached)
-    return cached, f"{folder}: {len(manifest.shards)} shards, {cache.dtype}"
+        summary = None if recipe.features.endpoint is None else f"from {', '.join(recipe.features.endpoint)}"
+    else:
+        form, folder = CacheFormat.of(backbone, taps, cache.dtype), Path(cache.dir)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise UserError(f"no features in {folder}: found no {MANIFEST}; run headstart cache with this recipe, or set cache.dir=null")
+        manifest.require(contents_of(samples, form, backbone, tokenizer, recipe.data))
+        source = CachedFeatures(manifest, replace(form, taps=manifest.taps), taps, backbone)
+        summary = f"{folder}: {len(manifest.shards)} shards, {cache.dtype}"
+    if isinstance(backbone, HeadOnlyBackbone):  # which has no layers to compute the features of a few tokens with, for start values
+        backbone.reader = lambda tokens_1T, taps: nearest_taps(source.probe(tokens_1T), taps)
+    return source, summary
 
 
 def computed(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...]) -> FeatureSource:
     """Return the source that computes features, here or on servers. Raises UserError."""
     if recipe.features.endpoint is None:
-        return LiveFeatures(backbone, taps)
+        on_policy = any(one.objective.on_policy for one in recipe.per_drafter().values())
+        return LiveWithCache(backbone, taps) if on_policy else LiveFeatures(backbone, taps)
     if not isinstance(backbone, HeadOnlyBackbone):
         raise UserError("drafter.layers prunes the backbone, whose layers are not here with features.endpoint; give drafter.path instead")
     return ServedFeatures(recipe.features, backbone, taps)
-
-
-def _read_by(backbone: Backbone, source: FeatureSource) -> None:
-    """Have a backbone without layers return the source's features of a few tokens, for start values."""
-    if isinstance(backbone, HeadOnlyBackbone):
-        backbone.reader = lambda tokens_1T, taps: nearest_taps(source.probe(tokens_1T), taps)
 
 
 def nearest_taps(features: Features, taps: tuple[int, ...]) -> Features:

@@ -14,10 +14,8 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,24 +32,15 @@ from headstart.support.errors import UserError
 from headstart.support.files import discard_unfinished, locked, require_folder
 from headstart.support.text import gigabytes
 from headstart.training.data.batches import batches_by_length, collate, samples_hash
-from headstart.training.data.data import checked_tokenizer, load_data, require_vocabulary
+from headstart.training.data.data import checked_tokenizer, load_for
 from headstart.training.data.kept import Splits
 from headstart.training.data.samples import Sample
 from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.features.cached import SUPPLEMENT, computed, evaluated, read_supplement
-from headstart.training.features.codec import CHUNK, CacheFormat, Record, concatenate, single_row, with_teacher
-from headstart.training.features.manifest import (
-    Manifest,
-    cached_time,
-    contents_of,
-    free_bytes,
-    open_shard,
-    plan_shards,
-    read_manifest,
-    save_tensors,
-)
+from headstart.training.features.codec import CHUNK, CacheFormat, Record, concatenate, save_tensors, single_row, with_teacher
+from headstart.training.features.manifest import Manifest, cached_time, contents_of, free_bytes, open_shard, plan_shards, read_manifest
 from headstart.training.features.served import FOLDER, KeptFeatures
-from headstart.training.features.source import FeatureSource, open_to_cache, taps_of
+from headstart.training.features.source import FeatureSource, open_for_training, taps_of
 from headstart.training.recipe.recipe import Recipe, split_drafter
 
 MEASURED_POSITIONS = 512
@@ -77,6 +66,9 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
     report = _print_sizes(planned)
     if estimate:
         return report
+    if (free := report["bytes_free"]) < (needed := report["bytes_missing"]) + SPARE_BYTES:
+        remedy = "make room, choose another cache.dir, or keep less: cache.dtype=int8 or a lower data.limit"
+        raise UserError(f"{planned.manifest.folder} needs {gigabytes(needed)} and the disk has {gigabytes(free)} free; {remedy}")
     start = time.perf_counter()
     with closing(_source(recipe, planned)) as source:
         written = write_missing(planned.manifest, planned.form, planned.splits, source)
@@ -112,13 +104,11 @@ def _plan(recipe: Recipe) -> PlannedCache:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
     folder = require_folder("cache.dir", cache.dir)
     tokenizer, images = checked_tokenizer(recipe)
-    backbone = open_to_cache(recipe, _device())
-    form = CacheFormat.of(backbone, _taps(recipe, backbone), cache.dtype)
+    backbone, taps = _open(recipe)
+    form = CacheFormat.of(backbone, taps, cache.dtype)
     if prints_date(recipe, tokenizer):
         recipe = begun_at(recipe, [cached_time(folder)], now())
-    ends = end_tokens(backbone.model.generation_config)
-    splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, ends=ends, images=images)
-    require_vocabulary(splits, backbone.vocab)
+    splits = load_for(recipe, backbone, tokenizer, images, end_tokens(backbone.model.generation_config), bar=True)
     contents = contents_of(splits.train, form, backbone, tokenizer, recipe.data)
     manifest = read_manifest(folder)
     if manifest is None:
@@ -129,28 +119,35 @@ def _plan(recipe: Recipe) -> PlannedCache:
 
 def open_kept(recipe: Recipe) -> KeptFeatures:
     """Return what keeps the hidden states of answers for a recipe's cache. Raises UserError."""
-    backbone = open_to_cache(recipe, _device())
+    backbone, taps = _open(recipe)
     assert recipe.cache.dir is not None and isinstance(backbone, HeadOnlyBackbone)
     require_folder("cache.dir", recipe.cache.dir)
-    return KeptFeatures(recipe, backbone, _taps(recipe, backbone))
+    return KeptFeatures(recipe, backbone, taps)
 
 
-def _taps(recipe: Recipe, backbone: Backbone) -> tuple[int, ...]:
-    sections = [split_drafter(one.drafter) for one in recipe.per_drafter().values()]
-    return taps_of([construct_drafter(options.kind, backbone, arguments) for options, arguments in sections])
+def _open(recipe: Recipe) -> tuple[Backbone, tuple[int, ...]]:
+    """Load what writing a recipe's cache needs of the backbone, on this process's accelerator if a launcher started several: all of it,
+    unless servers run it. Returns the taps of the recipe's drafters too. Raises UserError.
+    """
+    rank = os.environ.get("LOCAL_RANK")
+    device = torch.device("cuda", int(rank)) if rank is not None and torch.cuda.is_available() else None
+    backbone = open_for_training(recipe.but({"cache": {"dir": None}}), device)
+    drafters = [split_drafter(one.drafter) for one in recipe.per_drafter().values()]
+    return backbone, taps_of([construct_drafter(options.kind, backbone, arguments) for options, arguments in drafters])
 
 
 def _print_sizes(planned: PlannedCache) -> dict[str, Any]:
     """Print what will be written and where; returns it for the report."""
     manifest, form, samples, tokens = planned.manifest, planned.form, planned.splits.train, planned.splits.stats.tokens
-    total, missing = sum(form.size(len(sample.tokens)) for sample in samples), bytes_missing(manifest, form, samples)
+    sizes, unwritten = [form.size(len(sample.tokens)) for sample in samples], manifest.missing()
+    total, missing = sum(sizes), sum(sum(sizes[slice(*manifest.shards[number])]) for number in unwritten)
     free, shards = free_bytes(manifest.folder), len(manifest.shards)
     taps = f"taps {', '.join(map(str, form.taps))} and " if form.taps else ""
     print(
         f"data      {planned.splits}\n"
         f"cache     {manifest.folder}: {taps}the final hidden state, {form.dtype}\n"
         f"size      {gigabytes(total)}, {total / tokens:,.0f} bytes per token, in {shards} shards; "
-        f"{gigabytes(missing)} in {len(manifest.missing())} shards still to write, {gigabytes(free)} free",
+        f"{gigabytes(missing)} in {len(unwritten)} shards still to write, {gigabytes(free)} free",
         file=sys.stderr,
     )
     return {
@@ -159,31 +156,9 @@ def _print_sizes(planned: PlannedCache) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _device() -> torch.device | None:
-    """Return this process's accelerator if a launcher started several processes."""
-    rank = os.environ.get("LOCAL_RANK")
-    return torch.device("cuda", int(rank)) if rank is not None and torch.cuda.is_available() else None
-
-
-def bytes_missing(manifest: Manifest, form: CacheFormat, samples: Sequence[Sample]) -> int:
-    """Return the size of the shards not written yet."""
-    return sum(form.size(len(sample.tokens)) for number in manifest.missing() for sample in samples[slice(*manifest.shards[number])])
-
-
-def require_disk_space(folder: Path, needed: int) -> None:
-    """Raise UserError if less than ``needed`` bytes (plus `SPARE_BYTES`) are free."""
-    free = free_bytes(folder)
-    if free < needed + SPARE_BYTES:
-        raise UserError(
-            f"{folder} needs {gigabytes(needed)} and the disk has {gigabytes(free)} free; make room, choose another cache.dir, or keep "
-            "less: cache.dtype=int8 or a lower data.limit"
-        )
-
-
 def write_missing(manifest: Manifest, form: CacheFormat, splits: Splits, source: FeatureSource) -> int:
     """Write missing shards that no other process is writing, and the supplement; returns the number of shards."""
     samples = splits.train
-    require_disk_space(manifest.folder, bytes_missing(manifest, form, samples))
     manifest.write()
     write_supplement(manifest, form, source, splits)
     missing, written = manifest.missing(), 0
@@ -203,8 +178,8 @@ def write_missing(manifest: Manifest, form: CacheFormat, splits: Splits, source:
 def write_supplement(manifest: Manifest, form: CacheFormat, source: FeatureSource, splits: Splits) -> None:
     """Write a cache's supplement, unless it is there."""
     path = manifest.folder / SUPPLEMENT
-    with locked(manifest.folder / ".locks" / "supplement", "cache.dir", wait=True):
-        if read_supplement(manifest, form) is not None:
+    with locked(manifest.folder / LOCKS / "supplement", "cache.dir", wait=True):
+        if read_supplement(manifest) is not None:
             return
         held_out = evaluated(splits.eval)
         probed = source.probe(probe_tokens(source.backbone))
@@ -213,7 +188,6 @@ def write_supplement(manifest: Manifest, form: CacheFormat, source: FeatureSourc
         for i in range(len(held_out)):
             features = with_teacher(source.read(collate(held_out, [[i]]).to(source.backbone.device)), source.backbone)
             tensors |= {f"held.{i}.{name}": tensor for name, tensor in form.encode(features).items()}
-            tensors[f"held.{i}.ids"] = features.tokens_BT[0]
         header = {"cache": manifest.id, "held_out": samples_hash(held_out), "lacks_last": str(source.lacks_last)}
         save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, header)
 

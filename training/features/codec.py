@@ -15,14 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
+from headstart.support.files import atomic
 from headstart.support.pytree import map_tensors
 from headstart.training.data.batches import Batch
 
@@ -88,18 +92,16 @@ class CacheFormat:
         sample_lengths = iter(lengths)
         row_lengths = [sum(next(sample_lengths) for _ in row) for row in batch.members]
         position_P = torch.cat([torch.arange(b * T, b * T + length) for b, length in enumerate(row_lengths)]).to(device)
-        on_device = {name: tensor.to(device) for name, tensor in record.items()}
+        placed = {name: tensor.to(device) for name, tensor in record.items()}
 
         def scatter(x_PD: Tensor) -> Tensor:
             return x_PD.new_zeros(B * T, *x_PD.shape[1:]).index_copy_(0, position_P, x_PD).view(B, T, *x_PD.shape[1:])
 
         sample_P = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-        states = {
-            tap: scatter(self.dequantize(on_device, name, sample_P)) for name, tap in self.states.items() if tap is None or tap in taps
-        }
+        states = {tap: scatter(self.dequantize(placed, name, sample_P)) for name, tap in self.states.items() if tap is None or tap in taps}
         hidden_BTD = states.pop(None)
         read = {tap: states[tap] for tap in taps} or None
-        teacher = (scatter(on_device["norm"]), scatter(on_device["choice"].long())) if "norm" in record else ()
+        teacher = (scatter(placed["norm"]), scatter(placed["choice"].long())) if "norm" in record else ()
         return Features(batch.tokens_BT, hidden_BTD, read, batch.loss_mask_BT, batch.document_BT, *teacher)
 
     def dequantize(self, record: Record, name: str, sample_P: Tensor) -> Tensor:
@@ -125,6 +127,20 @@ def with_teacher(features: Features, backbone: Backbone) -> Features:
 def single_row(features: Features, row: int, length: int) -> Features:
     """Select one row of a batch, without padding."""
     return map_tensors(lambda x: x[row : row + 1, :length], features)
+
+
+def save_tensors(tensors: Record, path: Path, header: dict[str, str]) -> None:
+    """Write a file of a cache atomically. Raises UserError on disk errors."""
+    try:
+        with atomic(path) as temporary:
+            save_file(tensors, temporary, metadata=header)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {error}") from None
+
+
+def without_prefix(tensors: Record, prefix: str) -> Record:
+    """Select the tensors whose names begin with ``prefix``, and remove it from the names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def concatenate(records: Sequence[Record]) -> Record:

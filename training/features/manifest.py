@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.template import template_hash
@@ -26,7 +25,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, value_hash, write_json
+from headstart.support.files import value_hash, write_json
 from headstart.support.hub import inside
 from headstart.support.json_text import read_json
 from headstart.training.data.batches import samples_hash
@@ -170,10 +169,8 @@ class ShardReader:
         self.ends = [end for _, end in manifest.shards]
         if missing := manifest.missing():
             names = f"{manifest.shard(missing[0]).name}{', ...' if len(missing) > 1 else ''}"
-            raise UserError(
-                f"{manifest.folder} is not finished: found {len(self.ends) - len(missing)} shards, expected {len(self.ends)} "
-                f"(missing: {names}); run headstart cache with this recipe to go on with it"
-            )
+            found = f"found {len(self.ends) - len(missing)} shards, expected {len(self.ends)} (missing: {names})"
+            raise UserError(f"{manifest.folder} is not finished: {found}; run headstart cache with this recipe to go on with it")
         for number in range(len(self.ends)):
             open_shard(manifest, number)
         self._open = lru_cache(MAX_OPEN)(self._opened)
@@ -202,20 +199,9 @@ def open_shard(manifest: Manifest, number: int) -> Any:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run headstart cache with this recipe again") from None
     if (cache_id := header.get("cache")) != manifest.id:
-        raise UserError(
-            f"{path.name} in {manifest.folder} is a shard of another cache: found {cache_id}, expected {manifest.id}; "
-            "delete it and run headstart cache with this recipe again"
-        )
+        fault = f"{path.name} in {manifest.folder} is a shard of another cache: found {cache_id}, expected {manifest.id}"
+        raise UserError(f"{fault}; delete it and run headstart cache with this recipe again")
     return file
-
-
-def save_tensors(tensors: Record, path: Path, header: dict[str, str]) -> None:
-    """Write a file of a cache atomically. Raises UserError on disk errors."""
-    try:
-        with atomic(path) as temporary:
-            save_file(tensors, temporary, metadata=header)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {error}") from None
 
 
 def free_bytes(folder: Path) -> int:

@@ -27,8 +27,7 @@ from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch
 from headstart.training.features.arrival import asked, check, require_samples, require_whole
-from headstart.training.features.codec import CacheFormat, Record, concatenate
-from headstart.training.features.manifest import save_tensors
+from headstart.training.features.codec import CacheFormat, Record, concatenate, save_tensors
 from headstart.training.features.server import Answer, Servers, extracted, served_name
 from headstart.training.features.source import FeatureSource
 from headstart.training.recipe.recipe import Recipe
@@ -132,8 +131,7 @@ def documents_of(batch: Batch) -> list[list[Tensor]]:
     rows = []
     for tokens_T, document_T in zip(tokens_BT, document_BT, strict=True):
         kept_T = document_T >= 0
-        lengths = torch.bincount(document_T[kept_T]).tolist() if kept_T.any() else []
-        rows.append(list(tokens_T[kept_T].split(lengths)) if lengths else [])
+        rows.append(list(tokens_T[kept_T].split(torch.bincount(document_T[kept_T]).tolist())))
     return rows
 
 
@@ -195,9 +193,8 @@ class KeptFeatures(ServedFeatures):
         encoded = load_file(path)
         sample_P = torch.zeros(int(encoded["tokens"]), dtype=torch.int64)
         states = {name: self.stored.dequantize(encoded, name, sample_P) for name in self.stored.states}
-        place_T = torch.arange(length).clamp(
-            max=int(encoded["tokens"]) - 1
-        )  # cut, or the last row again, which the server has not computed
+        # Cut, or the last row again, which the server has not computed.
+        place_T = torch.arange(length).clamp(max=int(encoded["tokens"]) - 1)
         cut = {name: states_TD[place_T].to(self.backbone.device) for name, states_TD in states.items()}
         return cut | {"tokens": torch.tensor([length])}
 

@@ -103,11 +103,12 @@ class Servers:
                 return answer
             except Passing as passing:
                 problem = f"{url}: {passing}"
-                self._rest(url)
-        raise UserError(
-            f"no hidden states for {self.settings.patience:g} s (features.patience), at last {problem or 'since the run ends'}; see that a "
-            "server of features.endpoint runs; the same command then goes on from here"
-        )
+                with self.lock:
+                    failures = self.resting.get(url, (0.0, 0))[1] + 1
+                    self.resting[url] = (time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)), failures)
+        remedy = "see that a server of features.endpoint runs; the same command then goes on from here"
+        fault = f"no hidden states for {self.settings.patience:g} s (features.patience), at last {problem or 'since the run ends'}"
+        raise UserError(f"{fault}; {remedy}")
 
     def _next(self) -> tuple[str, float]:
         """Return the server whose turn it is among those that do not rest, or the one that rests least, and the seconds until then."""
@@ -117,11 +118,6 @@ class Servers:
             waits = {url: max(0.0, self.resting.get(url, (0.0, 0))[0] - time.monotonic()) for url in order}
             url = min(order, key=lambda one: waits[one])
             return url, waits[url]
-
-    def _rest(self, url: str) -> None:
-        with self.lock:
-            failures = self.resting.get(url, (0.0, 0))[1] + 1
-            self.resting[url] = (time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)), failures)
 
     def _ask(self, url: str, body: dict[str, Any]) -> Answer:
         try:
@@ -188,10 +184,8 @@ class Servers:
             self.missing += 1
         if not self.folder.is_dir() or self.missing >= MISSING_FILES * len(self.urls):
             here = "" if self.folder.is_dir() else ", which is not there"
-            raise UserError(
-                f"{url} answers but its files do not arrive in features.folder={self.folder}{here}: it writes to another folder, or its "
-                "disk is full; give both the same folder, with room"
-            )
+            remedy = "it writes to another folder, or its disk is full; give both the same folder, with room"
+            raise UserError(f"{url} answers but its files do not arrive in features.folder={self.folder}{here}: {remedy}")
 
     def _sweep(self) -> None:
         """Delete files that requests without a reader have left: this run's, and `STALE` ones of others."""

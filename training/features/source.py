@@ -73,11 +73,6 @@ def open_for_training(
     return load_head_only(section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, device=device)
 
 
-def open_to_cache(recipe: Recipe, device: torch.device | None) -> Backbone:
-    """Load what writing a recipe's cache needs of the backbone: all of it, unless servers run it. Raises UserError."""
-    return open_for_training(recipe.model_copy(update={"cache": sections.Cache()}), device)
-
-
 def read_config(section: sections.Backbone) -> PretrainedConfig:
     """Load the backbone's configuration; nothing else is downloaded. Raises UserError if there is none."""
     if find_gguf(section.path) is not None:
@@ -180,14 +175,6 @@ class LiveWithCache(LiveFeatures):
         return FeaturesWithCache(**vars(self.read_into(cache, batch)), cache=cache)
 
 
-def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
-    """Return the feature source, with the KV cache if a drafter trains on-policy."""
-    if not any(one.objective.on_policy for one in recipe.per_drafter().values()):
-        return source
-    assert isinstance(source, LiveFeatures)  # recipes with a feature cache are rejected on loading
-    return LiveWithCache(source.backbone, source.taps)
-
-
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
     """Return the taps for all drafters: in their own order if all have the same, else the sorted union."""
     taps = {drafter.taps for drafter in drafters}
@@ -199,10 +186,8 @@ def require_packable(recipe: Recipe, backbone: Backbone) -> None:
     follows_none = backbone.recurrent is not None or backbone.no_trees is not None
     if recipe.data.packing and recipe.cache.dir is None and backbone.whole and follows_none:
         fault = "has recurrent layers, which follow no mask" if backbone.no_trees is None else "follows no mask"
-        raise UserError(
-            f"{type(backbone.model).__name__} {fault}: no packing (data.packing=false), "
-            "unless from features that headstart cache has written (cache.dir)"
-        )
+        unless = "unless from features that headstart cache has written (cache.dir)"
+        raise UserError(f"{type(backbone.model).__name__} {fault}: no packing (data.packing=false), {unless}")
 
 
 def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str, Drafter]) -> None:
@@ -219,10 +204,9 @@ def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str,
             raise UserError(f"{what}: drafts are read by each process for itself, and backbone.shard has all read alike; set either back")
         limit = backbone.rope_limit
         if limit is not None and recipe.data.max_length > limit:
-            raise UserError(
-                f"{what}: the rotary frequencies of {type(backbone.model).__name__} change after {limit} positions, so proposals "
-                f"cannot be read behind longer texts; set it to 0, or data.max_length={recipe.data.max_length} to at most {limit}"
-            )
+            fault = f"the rotary frequencies of {type(backbone.model).__name__} change after {limit} positions"
+            remedy = f"set it to 0, or data.max_length={recipe.data.max_length} to at most {limit}"
+            raise UserError(f"{what}: {fault}, so proposals cannot be read behind longer texts; {remedy}")
         kind, drafter = one.drafter["kind"], drafters[name]
         if drafter.trained_depth < 2:
             raise UserError(f"{what} needs a drafter that goes on from its proposals; {kind} has drafter.depth=1: raise it, or set it to 0")

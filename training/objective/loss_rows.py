@@ -39,13 +39,6 @@ def counted(loss_mask_BT: Tensor, document_BT: Tensor, depth: int) -> Tensor:
     return (loss_mask_BT & inside_BT & (document_BT >= 0))[:, 1:]
 
 
-def counted_from(loss_mask_BT: Tensor, document_BT: Tensor, depths: int) -> Tensor:
-    """Return bool ``[B, T, K]``: True if depth k drafts a label token at position t."""
-    T = document_BT.shape[1]
-    by_depth = [counted(loss_mask_BT, document_BT, k)[:, 1 + k :] for k in range(depths)]
-    return torch.stack([F.pad(count_BT, (0, T - count_BT.shape[1])) for count_BT in by_depth], -1)
-
-
 def count_label_tokens(loss_mask_BT: Tensor, document_BT: Tensor) -> Tensor:
     """Count the label tokens drafted by depth 0; deeper depths draft subsets of them."""
     return counted(loss_mask_BT, document_BT, 0).sum()
@@ -82,7 +75,9 @@ def sample_anchors(features: Features, depth: int, share: float, step_key: StepK
     """Sample, with probability ``share``, the positions where a depth from ``first_depth`` to ``depth - 1`` drafts a label token."""
     loss_mask_BT, document_BT, tokens_BT = features.loss_mask_BT, features.document_BT, features.tokens_BT
     assert loss_mask_BT is not None and document_BT is not None
-    counts_BTK = counted_from(loss_mask_BT, document_BT, depth)
+    by_depth = [counted(loss_mask_BT, document_BT, k)[:, 1 + k :] for k in range(depth)]
+    # True if depth k drafts a label token at position t.
+    counts_BTK = torch.stack([F.pad(count_BT, (0, document_BT.shape[1] - count_BT.shape[1])) for count_BT in by_depth], -1)
     position_BT = document_positions(document_BT)
     key_BT = _keys(tokens_BT, position_BT, step_key)
     uniform_BT = ((key_BT >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -31,7 +31,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, Features, anchors_by_row
@@ -44,6 +44,7 @@ from headstart.training.features.source import FeaturesWithCache
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import LossRows, SampledAnchors, StepKey, dense_rows, sample_anchors, text_rows
 from headstart.training.objective.terms import FEATURES, at_least_fp32, in_vocabulary
+from headstart.training.recipe.training import Objective
 
 SMOOTHING = 0.5
 """a = SMOOTHING + (1 - SMOOTHING) q, so that depths after an unlikely one keep some weight (2605.18810)."""
@@ -96,14 +97,40 @@ def objective(
     return Sums(total, drawn_MK.sum(0), correct_K, alpha_K, torch.zeros_like(total), torch.zeros_like(total))
 
 
+class TrainStep(nn.Module):
+    """Forward and objective of one drafter. Raises UserError for a loss term that this drafter does not support."""
+
+    def __init__(self, drafter: Drafter, settings: Objective, compiled: bool = False) -> None:
+        super().__init__()
+        if settings.terms.get(FEATURES):
+            require_comparable(drafter)
+        self.drafter, self.settings, self.compiled = drafter, settings, compiled
+
+    def forward(self, features: Features, step_key: StepKey) -> Sums:
+        """Draft from all positions, or from anchors sampled with ``step_key`` if the drafter's share is below 1."""
+        loss, drafter, anchors, deeper = FusedLoss(self.settings, self.drafter, self.compiled), self.drafter, None, None
+        if drafter.deeper_share < 1:
+            deeper = sample_anchors(features, drafter.trained_depth, drafter.deeper_share, step_key, first_depth=1).at.ascending()
+            hidden = drafter.forward_deeper(features, deeper)
+        else:
+            if drafter.anchor_share < 1:
+                anchors = sample_anchors(features, drafter.trained_depth, drafter.anchor_share, step_key)
+            hidden = drafter(features, None if anchors is None else anchors.at)
+        targets = replace(features, hidden_BTD=features.hidden_BTD.detach())  # the teacher gets no gradients
+        sums = objective(loss, targets, hidden, anchors, deeper)
+        if not self.settings.on_policy:
+            return sums
+        assert isinstance(features, FeaturesWithCache)
+        return sums._replace(loss=sums.loss + on_policy_loss(loss, features, step_key))
+
+
 def require_comparable(drafter: Drafter) -> None:
     """Raise UserError unless the drafter's logits come from the backbone's output layer, as in EAGLE-1."""
     if not drafter.own_readout:
         return
-    raise UserError(
-        f"objective.terms.{FEATURES} compares a drafter's hidden states with the backbone's, but {type(drafter).__name__} has a readout of "
-        "its own, so its states mean something else; leave that term out, or train a drafter read out by the backbone (EAGLE-1)"
-    )
+    fault = f"{type(drafter).__name__} has a readout of its own, so its states mean something else"
+    remedy = "leave that term out, or train a drafter read out by the backbone (EAGLE-1)"
+    raise UserError(f"objective.terms.{FEATURES} compares a drafter's hidden states with the backbone's, but {fault}; {remedy}")
 
 
 def geometric(decay: float, counts_MK: Tensor, dtype: torch.dtype, first_depth: int = 0) -> Tensor:

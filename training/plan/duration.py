@@ -71,14 +71,11 @@ def why_not_loadable(recipe: Recipe) -> str | None:
 
 
 def live_until_cached(recipe: Recipe) -> Recipe:
-    """Return the recipe, without its feature cache if that is incomplete. Raises UserError."""
-    settings = recipe.cache
-    if settings.dir is None:
-        return recipe
-    manifest = read_manifest(Path(settings.dir))
+    """Return the recipe, without its feature cache unless that is complete. Raises UserError."""
+    manifest = None if recipe.cache.dir is None else read_manifest(Path(recipe.cache.dir))
     if manifest is not None and not manifest.missing():
         return recipe
-    return recipe.model_copy(update={"cache": settings.model_copy(update={"dir": None})})
+    return recipe.but({"cache": {"dir": None}})
 
 
 @waiting("timing")
@@ -91,12 +88,7 @@ def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, 
     fitting = max(size for size in range(1, share + 1) if share % size == 0 and size <= limit)
     lengths = {"steps": max(steps, STEPS), "epochs": None, "batch_size": share, "micro_batch": fitting}
     with tempfile.TemporaryDirectory(prefix="headstart-plan-") as folder, redirect_stderr(StringIO()):
-        sections = {
-            "train": recipe.train.model_copy(update=lengths),
-            "save": recipe.save.model_copy(update={"dir": folder}),
-            "log": recipe.log.model_copy(update={"wandb": "off"}),
-        }
-        run = prepare(recipe.model_copy(update=sections))
+        run = prepare(recipe.but({"train": lengths, "save": {"dir": folder}, "log": {"wandb": "off"}}))
         try:
             epochs = max(1.0, run.feed.steps * share / run.feed.rows)
             first = _median(run)
@@ -212,19 +204,10 @@ class _Counter(TorchDispatchMode):
     @contextmanager
     def pause_in(self, backbone: Backbone) -> Iterator[None]:
         """Count nothing while the backbone runs."""
-
-        def pause(module: nn.Module, args: Any) -> None:
-            self.paused = True
-
-        def resume(module: nn.Module, args: Any, output: Any) -> None:
-            self.paused = False
-
-        handles = [backbone.base.register_forward_pre_hook(pause), backbone.base.register_forward_hook(resume)]
-        try:
+        pause = backbone.base.register_forward_pre_hook(lambda *_: setattr(self, "paused", True))
+        resume = backbone.base.register_forward_hook(lambda *_: setattr(self, "paused", False))
+        with pause, resume:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -233,8 +216,3 @@ class _Counter(TorchDispatchMode):
         if formula is not None and not self.paused:
             self.operations += formula(*args, **kwargs, out_val=result)
         return result
-
-
-def estimated_hours(operations: Mapping[str, int], micro_batches: float, steps: int, tflops: float) -> float:
-    """Return the hours of ``steps`` steps in which each device computes this many micro-batches, at a peak of ``tflops`` each."""
-    return sum(operations.values()) * micro_batches * steps / (tflops * 1e12 * UTILISATION) / 3600

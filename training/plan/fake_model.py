@@ -5,7 +5,7 @@ All tensors are torch `FakeTensor`s (meta tensors that represent tensors on the 
 with the right shapes, dtypes and lifetimes in milliseconds, for a model of any size. Where code branches on values, `FakeValues`
 supplies them.
 
-Shape suffixes: B batch, T positions, V vocabulary, C head width, H heads, M rows sorted by expert, E experts, D and F widths.
+Shape suffixes: B batch, T positions, V vocabulary, D width, H heads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,31 +46,21 @@ Parts = dict[str, int]
 """Name of a part -> bytes."""
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Allocates the output and keeps what a fused kernel keeps for its gradients."""
+class _Kernel(torch.autograd.Function):
+    """Allocates a kernel's output, as wide as the last input, and keeps what the kernel keeps for its gradients: the inputs and, if
+    ``keeps_output``, the output.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mixed = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, mixed)
-        return mixed
+    def forward(ctx: Any, keeps_output: bool, *inputs: Tensor) -> Tensor:
+        output = inputs[0].new_empty(*inputs[0].shape[:-1], inputs[-1].shape[-1])
+        ctx.save_for_backward(*inputs, *[output] * keeps_output)
+        return output
 
     @staticmethod
-    def backward(ctx: Any, by_mixed: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """Allocates what `grouped_mm` allocates, whose fake kernel knows bf16 alone."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, weights_EDF: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_MD, weights_EDF)
-        return rows_MD.new_empty(*rows_MD.shape[:-1], weights_EDF.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, by_product: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(torch.empty_like(x) if needed else None for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True))
+    def backward(ctx: Any, by_output: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        return None, *(torch.empty_like(x) if due else None for x, due in zip(ctx.saved_tensors, needed, strict=False))
 
 
 class FakeValues(TorchFunctionMode):
@@ -93,9 +82,9 @@ class FakeValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            return _FusedAttention.apply(*(*args, *kwargs.values())[:3])
-        if func is torch._grouped_mm:
-            return _GroupedProduct.apply(*args[:2])
+            return _Kernel.apply(True, *(*args, *kwargs.values())[:3])
+        if func is torch._grouped_mm:  # whose fake kernel knows bf16 alone
+            return _Kernel.apply(False, *args[:2])
         if func is torch.Tensor.detach:
             func(*args)  # the mode refers to an operation's first result, and a module could then not be moved, as PEFT does
         if func is torch.Tensor.item:
@@ -156,26 +145,24 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     return FakeModels(backbone, drafters, values, mode)
 
 
-def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torch.dtype, head_only: bool) -> Backbone:
+def _backbone(config: PretrainedConfig, section: sections.Backbone, dtype: torch.dtype, head_only: bool) -> Backbone:
     with no_init_weights():
-        kernel = attention_kernel(settings.attention)
-        model = auto_model(config).from_config(
-            config, dtype=dtype, attn_implementation=kernel, trust_remote_code=settings.trust_remote_code
-        )
+        kernel = attention_kernel(section.attention)
+        model = auto_model(config).from_config(config, dtype=dtype, attn_implementation=kernel, trust_remote_code=section.trust_remote_code)
     model.tie_weights()
-    model.config.name_or_path = resolve(settings.path)
+    model.config.name_or_path = resolve(section.path)
     model = model.eval().requires_grad_(False)
     if not head_only:
         return Backbone(model, trees=False)
     backbone = HeadOnlyBackbone(model)
-    backbone.reader = partial(_read_nothing, backbone)
+
+    def read(tokens_BT: Tensor, taps: tuple[int, ...]) -> Features:
+        """Return features of the right shapes, as a cache or a server would give them."""
+        states_BTD = backbone.embed(tokens_BT)
+        return Features(tokens_BT, states_BTD, dict.fromkeys(taps, states_BTD) or None)
+
+    backbone.reader = read
     return backbone
-
-
-def _read_nothing(backbone: Backbone, tokens_BT: Tensor, taps: tuple[int, ...]) -> Features:
-    """Return features of the right shapes, as a cache or a server would give them."""
-    states_BTD = backbone.embed(tokens_BT)
-    return Features(tokens_BT, states_BTD, dict.fromkeys(taps, states_BTD) or None)
 
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:

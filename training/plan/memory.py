@@ -33,7 +33,7 @@ from headstart.heads.backbone.hooks import recompute_within
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import ChunkPolicy, use_chunk_policy
 from headstart.support.devices import torch_dtype
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 from headstart.support.pytree import list_tensors
 from headstart.training.data.batches import Batch
 from headstart.training.features.source import LiveFeatures, opens_head_only
@@ -221,11 +221,9 @@ def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: Micro
     except UserError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"the memory of drafter {recipe.drafter['kind']} cannot be found on fake tensors ({type(error).__name__}: {cause}); "
-            "train a few steps instead (train.steps=3)"
-        ) from error
+        fault = f"the memory of drafter {recipe.drafter['kind']} cannot be found on fake tensors"
+        remedy = "train a few steps instead (train.steps=3)"
+        raise UserError(f"{fault} ({type(error).__name__}: {cause(error, 200)}); {remedy}") from error
     finally:
         for weight in weights:
             weight.grad = None

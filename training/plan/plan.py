@@ -23,7 +23,6 @@ from headstart.inference.bench.systems import OtherPrograms
 from headstart.inference.engine.request import device_memory
 from headstart.support.config import MAX_MEMORY_GB
 from headstart.support.errors import UserError, waiting
-from headstart.training.data.batches import BatchSampler
 from headstart.training.data.data import check_data, load_data, read_images, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
@@ -31,7 +30,7 @@ from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.features.cached import bytes_kept, may_keep
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.source import require_packable
-from headstart.training.plan.duration import UTILISATION, estimated_hours, live_until_cached, step_operations, trial, why_not_loadable
+from headstart.training.plan.duration import UTILISATION, live_until_cached, step_operations, trial, why_not_loadable
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.plan.memory import ALLOCATOR, CHECKPOINT, DRAFT_STEP, OPTIMIZER, TARGET_FORWARD, MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.memory import size_of as bytes_of
@@ -94,8 +93,10 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[
     holds_gradients = rows < share or machine.processes > 1
     memory_plan = MemoryPlan(recipe, models, machine.accelerator, holds_gradients, machine.processes)
     peak = memory_plan.step(size)
+    gguf, dtype = find_gguf(recipe.backbone.path), models.backbone.dtype
     report: dict[str, Any] = {
-        "gguf": _gguf(recipe, models.backbone.dtype), "decoding": models.backbone.refusal,
+        "gguf": None if gguf is None else {**gguf.provenance, "memory": gguf.memory(dtype), "summary": gguf.described(dtype)},
+        "decoding": models.backbone.refusal,
         "machine": {"name": machine.name, "processes": machine.processes, "memory": machine.memory, "usable": machine.usable},
         "micro_batch": {"rows": size.rows, "length": size.length, "label_tokens": size.label_tokens},
         "memory": {
@@ -114,17 +115,11 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[
     return report
 
 
-def _gguf(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any] | None:
-    """Return what the backbone's GGUF file is and becomes in memory; None if it is not one."""
-    gguf = find_gguf(recipe.backbone.path)
-    return None if gguf is None else {**gguf.provenance, "memory": gguf.memory(dtype), "summary": gguf.described(dtype)}
-
-
 def _estimate(memory_plan: MemoryPlan, size: MicroBatch, share: int, steps: int | None, tflops: float) -> dict[str, Any]:
     """Return the operations of a device's share of a step, and the hours that the run takes at ``tflops``; None if steps are unknown."""
     operations = step_operations(memory_plan, size)
-    hours = None if steps is None else estimated_hours(operations, share / size.rows, steps, tflops)
     per_step = {name: round(count * share / size.rows) for name, count in operations.items()}
+    hours = None if steps is None else sum(per_step.values()) * steps / (tflops * 1e12 * UTILISATION) / 3600
     return {"operations_per_step": per_step, "tflops": tflops, "utilisation": UTILISATION, "steps": steps, "hours": hours}
 
 
@@ -146,7 +141,7 @@ def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
         if all(names_file(one.path) or Path(one.path).expanduser().exists() for one in data.train):
             raise
         return str(error)
-    require_vocabulary(splits, models.backbone.vocab)
+    require_vocabulary([*splits.train, *splits.eval], models.backbone.vocab)
     return splits
 
 
@@ -211,7 +206,7 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None, machine: Mac
         form = CacheFormat.of(models.backbone, models.taps, recipe.cache.dtype)
         sizes["features"] = None if splits is None else sum(form.size(len(sample.tokens)) for sample in splits.train)
     elif splits is not None and not machine.accelerator and machine.processes == 1 and may_keep(recipe):
-        sizes["between_epochs"] = bytes_kept(recipe, models.backbone, models.taps, _feed(recipe, splits, 1))
+        sizes["between_epochs"] = bytes_kept(recipe, models.backbone, models.taps, splits.feed(recipe))
     if recipe.regenerate.out is not None:
         part = 1.0 if splits is None or recipe.regenerate.limit is None else min(1.0, recipe.regenerate.limit / splits.stats.rows)
         sizes["answers"] = None if splits is None else round(splits.stats.tokens * JSONL_BYTES_PER_TOKEN * part)
@@ -221,17 +216,12 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None, machine: Mac
 def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, Any]:
     if splits is None:
         return dict.fromkeys(("samples", "tokens", "label_tokens", "rows", "training_tokens")) | {"steps": recipe.train.steps}
-    feed, stats = _feed(recipe, splits, processes), splits.stats
+    feed, stats = splits.feed(recipe, processes=processes), splits.stats
     training_tokens = round(feed.steps * recipe.train.batch_size * stats.tokens / feed.rows)
     return {
         "samples": stats.samples, "tokens": stats.tokens, "label_tokens": stats.label_tokens, "rows": feed.rows, "steps": feed.steps,
         "training_tokens": training_tokens, "summary": str(stats),
     }  # fmt: skip
-
-
-def _feed(recipe: Recipe, splits: Splits, processes: int) -> BatchSampler:
-    window = recipe.data.max_length if recipe.data.packing else None
-    return BatchSampler(splits.train, recipe.train, recipe.seed, 0, processes, window, mix=splits.mix)
 
 
 def _chosen(recipe: Recipe, models: FakeModels, tokens: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +246,7 @@ def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: b
         try:
             with OtherPrograms() as others:
                 seconds, gains = trial(tried, machine.processes, steps)
-            time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": tried is not recipe}
+            time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": tried.cache.dir != recipe.cache.dir}
             time["other_programs"] = others.processors
         except UserError as error:
             reason = str(error)

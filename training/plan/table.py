@@ -45,10 +45,8 @@ def _verdict(report: dict[str, Any]) -> list[str]:
         verdict = f"fits      {gigabytes(memory['peak'])} at most, during {memory['phase']}, of {usable}{reserve}"
     else:
         size = gigabytes(memory["phases"][memory["phase"]][memory["largest_part"]])
-        verdict = (
-            f"does not fit: {gigabytes(memory['peak'])} during {memory['phase']}, but there are {usable}{reserve}; "
-            f"the largest part is {memory['largest_part']}, {size}: {memory['advice']}"
-        )
+        largest = f"the largest part is {memory['largest_part']}, {size}: {memory['advice']}"
+        verdict = f"does not fit: {gigabytes(memory['peak'])} during {memory['phase']}, but there are {usable}{reserve}; {largest}"
     limits = (
         f"largest   {fits['rows']:,} rows of {fits['at_length']:,} tokens per forward (train.micro_batch), so batches of "
         f"{fits['batch_size']:,} without accumulation; or {fits['at_rows']:,} rows of {fits['length']:,} tokens (data.max_length)"
@@ -99,10 +97,8 @@ def _gain(gain: dict[str, Any] | str) -> str:
         return f"not known here: {gain}"
     if gain["break_even"] is None:
         return "never on this machine, with drafts one by one: drafting and verifying takes longer than the steps it saves"
-    expected = [
-        f"{one['speedup']:.2f} x with {p:.0%} ({one['depth']} drafted, tau {one['tau']:.2f})" for p, one in gain["expected"].items()
-    ]
-    return f"from {gain['break_even']:.0%} of drafts accepted at each depth; {', '.join(expected)}; a step takes {gain['step_ms']:.1f} ms"
+    gains = [f"{one['speedup']:.2f} x with {p:.0%} ({one['depth']} drafted, tau {one['tau']:.2f})" for p, one in gain["expected"].items()]
+    return f"from {gain['break_even']:.0%} of drafts accepted at each depth; {', '.join(gains)}; a step takes {gain['step_ms']:.1f} ms"
 
 
 def duration(hours: float) -> str:

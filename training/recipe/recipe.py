@@ -22,8 +22,8 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from headstart.support.config import Model, RuleError, Seed, StrictModel, parse
-from headstart.support.errors import UserError
+from headstart.support.config import RuleError, Seed, StrictModel, parse
+from headstart.support.errors import UserError, naming
 from headstart.support.hub import local_or_shipped
 from headstart.training.recipe.sections import Backbone, Cache, Data, Log, Save, Text
 from headstart.training.recipe.training import Eval, Features, Objective, Regenerate, Train
@@ -114,6 +114,10 @@ class Recipe(StrictModel):
             ("objective.on_policy", images and on_policy, "reads drafts behind text alone; set it to 0, or data.images to false"),
         ]
 
+    def but(self, changes: Mapping[str, Mapping[str, Any]]) -> Recipe:
+        """Return the recipe with other values, by section and key; they are not checked."""
+        return self.model_copy(update={name: getattr(self, name).model_copy(update=dict(keys)) for name, keys in changes.items()})
+
     def per_drafter(self) -> dict[str, Recipe]:
         """For each drafter the recipe that trains it alone, into its own folder; the only one's name is empty. Raises UserError."""
         return {name: _alone(self, name, entry) for name, entry in self.heads.items()} if self.heads else {"": self}
@@ -130,22 +134,12 @@ def _alone(recipe: Recipe, name: str, entry: dict[str, Any]) -> Recipe:
             raise UserError(f"heads.{name}.train.{key} is the same for all heads, which share the backbone's forward pass; set train.{key}")
     drafter = {key: value for key, value in entry.items() if key not in OWN_SECTIONS}
     require_arguments(drafter, f"heads.{name}")
-    sections = {
-        **dict(recipe),
-        "heads": {},
-        "drafter": drafter,
-        "save": recipe.save.model_copy(update={"dir": str(Path(recipe.save.dir) / name)}),
-    }
-    try:
-        sections["objective"] = _changed(recipe.objective, entry.get("objective", {}), "objective")
-        sections["train"] = _changed(recipe.train, entry.get("train", {}), "train")
+    save = recipe.save.model_copy(update={"dir": str(Path(recipe.save.dir) / name)})
+    sections = {**dict(recipe), "heads": {}, "drafter": drafter, "save": save}
+    with naming(f"heads.{name}"):
+        for key in OWN_SECTIONS:
+            sections[key] = parse(type(getattr(recipe, key)), {**dict(getattr(recipe, key)), **entry.get(key, {})}, key)
         return parse(type(recipe), sections)
-    except UserError as error:
-        raise UserError(f"heads.{name}: {error}") from None
-
-
-def _changed(section: Model, changes: dict[str, Any], where: str) -> Model:
-    return parse(type(section), {**dict(section), **changes}, where) if changes else section
 
 
 class DrafterOptions(StrictModel):

@@ -6,17 +6,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Lt, MinLen
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_serializer, model_validator
 
 from headstart.support.config import RuleError, StrictModel
 
@@ -37,9 +27,9 @@ class Lora(StrictModel):
     """Train magnitudes and directions of the weights apart (DoRA, 2402.09353); slower, in decoding too."""
     lr_ratio: PositiveFloat = 0.25
     """Learning rate of the adapter as a fraction of ``train.lr``."""
-    lm_weight: NonNegativeFloat = 5.0
+    lm_weight: Annotated[float, Ge(0)] = 5.0
     """Weight of the backbone's own next-token cross-entropy beside the heads' objective."""
-    kl_weight: NonNegativeFloat = 0.0
+    kl_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL divergence of the adapted backbone from the original one; above 0 it costs a second forward pass of the backbone."""
     warmup_ratio: Fraction = 0.0
     """Fraction of the steps, the first ones, that train the heads alone: the backbone is still the original one."""
@@ -69,7 +59,6 @@ class Backbone(StrictModel):
     """Shard its layers over the processes (FSDP2), gathering each while it runs: for a model that does not fit one device."""
     adapter: Text | None = None
     """PEFT adapter (LoRA, DoRA) that the backbone carries, frozen: a folder or hub id. Heads are trained on and saved with it."""
-
     lora: Lora | None = None
     """Train a LoRA adapter on the backbone together with the heads (Medusa-2, 2401.10774); null: the backbone is frozen."""
 
@@ -124,6 +113,19 @@ class Dataset(StrictModel):
     """Read at most this many of its rows."""
 
 
+NAME = {"type": "string", "minLength": 1}
+
+
+def or_one(schema: dict[str, Any]) -> None:
+    """Let the JSON schema of a list of one or more allow a single name too."""
+    schema["anyOf"] = [NAME, {"type": "array", "minItems": 1, "items": schema.pop("items")}]
+    for key in ("type", "minItems"):
+        schema.pop(key, None)
+
+
+AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+
+
 def _datasets(value: Any) -> Any:
     """One name as a list of one entry, and names in a list as entries."""
     if not isinstance(value, str | list) or not value:
@@ -133,9 +135,8 @@ def _datasets(value: Any) -> Any:
 
 def _or_name(schema: dict[str, Any]) -> None:
     """The JSON schema of ``data.train``: a name, or a list of names and entries."""
-    name, entry = {"type": "string", "minLength": 1}, schema.pop("items")
-    schema.pop("type")
-    schema["anyOf"] = [name, {"type": "array", "minItems": 1, "items": {"anyOf": [name, entry]}}]
+    schema["items"] = {"anyOf": [NAME, schema["items"]]}
+    or_one(schema)
 
 
 Datasets = Annotated[list[Dataset], BeforeValidator(_datasets), Field(json_schema_extra=_or_name)]
@@ -203,9 +204,8 @@ class Data(StrictModel):
             raise RuleError(f"train[{weights.index(None)}].weight", "is a number above 0, as other entries of data.train have one", None)
         for one in self.per_dataset():
             if one.columns is not None and (one.column is not None or one.format not in ("auto", "text")):
-                raise RuleError(
-                    "columns", "stands in place of data.column, with data.format auto or text; set the others back", one.train[0].path
-                )
+                rule = "stands in place of data.column, with data.format auto or text; set the others back"
+                raise RuleError("columns", rule, one.train[0].path)
         return self
 
     @field_serializer("train")
@@ -217,6 +217,11 @@ class Data(StrictModel):
     def name(self) -> str:
         """The datasets' paths."""
         return ", ".join(dataset.path for dataset in self.train)
+
+    def held_out(self) -> list[Data]:
+        """Return the settings of ``eval`` as if it were the only dataset, if any of its rows are read."""
+        own = {"train": [Dataset(path=self.eval)], "split": self.eval_split, "limit": self.eval_rows} if self.eval is not None else {}
+        return [self.model_copy(update=own)] if own and self.eval_rows else []
 
     def per_dataset(self) -> list[Data]:
         """Return, for each dataset, the settings as if it were the only one."""

@@ -8,21 +8,11 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import (
-    AfterValidator,
-    AllowInfNan,
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, AllowInfNan, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from headstart.support.config import MAX_BATCH, MAX_NODES, MAX_STEP_SEQUENCES, MAX_WIDTH, RuleError, StrictModel, Temperature
 from headstart.support.errors import UserError
-from headstart.training.recipe.sections import Fraction, Text
+from headstart.training.recipe.sections import AS_LIST, Fraction, Text, or_one
 
 TERMS = ("kl", "reverse_kl", "js", "ce", "tv", "lk_alpha", "lk", "topk_kl", "features")
 Beta = Annotated[float, Ge(0), Lt(1)]
@@ -158,10 +148,8 @@ def address(section: str, text: str) -> str:
     try:
         parts = urlsplit(text)
         if parts.username is not None or parts.password is not None or parts.query:  # it would stand in logs and cards
-            raise UserError(
-                f"{section}.endpoint is an address without user, password and query (what was given is not shown); "
-                f"name the environment variable with the server's key in {section}.api_key"
-            )
+            fault = f"{section}.endpoint is an address without user, password and query (what was given is not shown)"
+            raise UserError(f"{fault}; name the environment variable with the server's key in {section}.api_key")
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return text
     except UserError:
@@ -175,23 +163,12 @@ def variable(section: str, name: str) -> str:
     """Check ``section.api_key``, the name of an environment variable."""
     if VARIABLE.fullmatch(name):
         return name
-    raise UserError(
-        f"{section}.api_key is the name of an environment variable in capitals, as SERVER_KEY, or null; what was given, perhaps the "
-        "key itself, is not shown"
-    )
+    rule = f"{section}.api_key is the name of an environment variable in capitals, as SERVER_KEY, or null"
+    raise UserError(f"{rule}; what was given, perhaps the key itself, is not shown")
 
 
-def _or_one(schema: dict[str, Any]) -> None:
-    listed = {"type": "array", "minItems": 1, "items": schema.pop("items")}
-    for key in ("type", "minItems"):
-        schema.pop(key, None)
-    schema["anyOf"] = [{"type": "string", "minLength": 1}, listed]
-
-
-AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-Addresses = Annotated[
-    list[Annotated[str, AfterValidator(partial(address, "features"))]], MinLen(1), AS_LIST, Field(json_schema_extra=_or_one)
-]
+Address = Annotated[str, AfterValidator(partial(address, "features"))]
+Addresses = Annotated[list[Address], MinLen(1), AS_LIST, Field(json_schema_extra=or_one)]
 
 
 class Features(StrictModel):

@@ -24,7 +24,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent, NodeEvent
 from ruamel.yaml.resolver import VersionedResolver
 
-from headstart.support.errors import UserError, cause
+from headstart.support.errors import UserError, cause, naming
 from headstart.support.files import as_path
 from headstart.support.hub import local_or_shipped
 from headstart.support.json_text import MAX_DEPTH, TOO_DEEP, require_depth, whole
@@ -74,11 +74,9 @@ def parse_yaml(text: str, source: str) -> Any:
     except ValueError as error:
         said = "a whole number of thousands of digits; at most 64 bits are read" if "digit" in str(error) else cause(error)
         raise UserError(f"{source}: not valid YAML: {said}") from None
-    try:
+    with naming(source):
         require_depth(value, MAX_VALUES)
         return _plain(value)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
 
 
 def _require_shape(text: str, source: str) -> None:
@@ -162,10 +160,13 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path, above: Sequence[Path], extended: list[Path]) -> dict[str, Any]:
     tree = read_yaml(path)
     names = tree.pop(KEY, None)
+    listed = names if isinstance(names, list) else [] if names is None else [names]
+    if not all(isinstance(name, str) and name for name in listed):
+        raise UserError(f"extends is the path of a recipe, or a list of paths; got {names!r}")
     if "heads" in tree:
         tree["heads"] = by_name(tree["heads"] or {})
     result: dict[str, Any] = {}
-    for name in _names(names):
+    for name in listed:
         beside = path.parent / as_path("extends:", name)
         file = beside if beside.exists() else local_or_shipped(name)
         if not file.is_file():
@@ -178,13 +179,6 @@ def _read(path: Path, above: Sequence[Path], extended: list[Path]) -> dict[str, 
         result = merged(result, _read(file, (*above, path), extended))
         extended.append(file)
     return merged(result, tree)
-
-
-def _names(value: Any) -> list[str]:
-    names = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"extends is the path of a recipe, or a list of paths; got {value!r}")
-    return names
 
 
 def by_name(entries: Any) -> Any:

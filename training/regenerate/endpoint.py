@@ -210,10 +210,8 @@ class Endpoint:
                 if refusal.status in BAD_REQUEST:
                     raise
                 raise UserError(f"{url} refuses with {refusal}; {self._advice(refusal.status)}") from None
-        raise UserError(
-            f"{url} gave no answer in {self.settings.retries + 1} attempts, at last {problem}; "
-            "see that it runs, or lower regenerate.concurrency; the same command then goes on from here"
-        )
+        remedy = "see that it runs, or lower regenerate.concurrency; the same command then goes on from here"
+        raise UserError(f"{url} gave no answer in {self.settings.retries + 1} attempts, at last {problem}; {remedy}")
 
     def _advice(self, status: int) -> str:
         if status in (401, 403):

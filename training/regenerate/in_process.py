@@ -82,15 +82,17 @@ class InProcess:
 
     def _respond(self, waiting: deque[Item], temperature: float, wrote: Callable[[int], None]) -> Generator[Item]:
         """Yield each item of one temperature when it is no longer pending."""
-        settings, failed = self.settings, list[Item]()
+        settings, over = self.settings, list[Item]()  # those that need no answer, or get none
 
         def take() -> Prompt | None:
             while waiting:
                 item = waiting.popleft()
-                if isinstance(prompt := self._prompt(item), Prompt):
+                prompt = self._prompt(item) if item.pending else None
+                if isinstance(prompt, Prompt):
                     return prompt
-                item.add_response(prompt)
-                failed.append(item)
+                if prompt is not None:
+                    item.add_response(prompt)
+                over.append(item)
             return None
 
         ahead = [take()]  # the tokens that end an answer are known after the first prompt is made
@@ -108,9 +110,9 @@ class InProcess:
                         waiting.appendleft(item)
                     else:
                         yield item
-                while failed:
-                    yield failed.pop()
-        yield from failed
+                while over:
+                    yield over.pop()
+        yield from over
 
     def _prompt(self, item: Item) -> Prompt | Response:
         """Return the prompt or an error. Raises UserError for images that cannot be read."""

@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from headstart.support.errors import UserError
@@ -72,7 +71,7 @@ class PartialFile:
     def __enter__(self) -> PartialFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.resources.close()
 
     def append(self, line: Line) -> None:
@@ -138,11 +137,9 @@ class PartialFile:
             raise UserError(f"{self.path} is of format {format}; this version writes format {FORMAT}: delete it to begin anew")
         for key in [*self.dependencies, *dependencies]:
             if dependencies.get(key) != self.dependencies.get(key):
-                raise UserError(
-                    f"{self.path} is a part of another dataset: {key} was {dependencies.get(key)!r}, "
-                    f"now it is {self.dependencies.get(key)!r}; restore that to go on with it, "
-                    "delete the file to begin anew, or choose another regenerate.out"
-                )
+                changed = f"{key} was {dependencies.get(key)!r}, now it is {self.dependencies.get(key)!r}"
+                remedy = "restore that to go on with it, delete the file to begin anew, or choose another regenerate.out"
+                raise UserError(f"{self.path} is a part of another dataset: {changed}; {remedy}")
 
     def _count(self, line: Line, offset: int) -> None:
         self.offsets[line["row"]] = offset

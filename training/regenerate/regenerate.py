@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
-from headstart.chat.messages import shortened
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import progress
+from headstart.support.text import shortened
 from headstart.training.data.data import say_unread, sound_rows
 from headstart.training.data.rows import read_rows
 from headstart.training.data.tokenise import begun_at, chat_settings, now
@@ -32,8 +32,6 @@ DATA = ("train", "split", "subset", "format", "column", "columns", "template_kwa
 """Keys of ``data`` that determine the rows; stored so that an error can name the one that changed."""
 SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "unfinished")
 """Keys of ``regenerate`` that responses depend on; batch size, heads and concurrency affect only the speed."""
-
-
 Responder = InProcess | Endpoint
 
 
@@ -72,7 +70,8 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
     _print(report, recipe, detail)
     if keeper is not None:
         keeper.close()
-        report["cache"] = write_cache(_of_answers(recipe, str(out)), estimate=False)
+        answers = {"train": [Dataset(path=str(out))], "format": "auto", "column": None, "columns": None}
+        report["cache"] = write_cache(recipe.but({"data": answers}), estimate=False)
     return report
 
 
@@ -91,14 +90,8 @@ def _templated(recipe: Recipe) -> bool:
 def _responder(recipe: Recipe, keeper: KeptFeatures | None, compile_first: bool) -> Responder:
     if keeper is None:
         return InProcess(recipe, compile_first) if recipe.regenerate.endpoint is None else Endpoint(recipe)
-    given, settings = keeper.servers, recipe.regenerate
-    served = settings.model_copy(update={"endpoint": f"{given.urls[0]}/v1", "model": given.model, "api_key": recipe.features.api_key})
-    return Endpoint(recipe.model_copy(update={"regenerate": served}), keeper)
-
-
-def _of_answers(recipe: Recipe, out: str) -> Recipe:
-    data = recipe.data.model_copy(update={"train": [Dataset(path=out)], "format": "auto", "column": None, "columns": None})
-    return recipe.model_copy(update={"data": data})
+    served = {"endpoint": f"{keeper.servers.urls[0]}/v1", "model": keeper.servers.model, "api_key": recipe.features.api_key}
+    return Endpoint(recipe.but({"regenerate": served}), keeper)
 
 
 def _one_dataset(recipe: Recipe) -> Data:
@@ -115,12 +108,9 @@ def _one_dataset(recipe: Recipe) -> Data:
 def _dependencies(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
     """Return the dependencies of the new rows that hold for all responders."""
     data, sampling = to_dict(recipe.data), to_dict(recipe.regenerate)
-    return (
-        {f"data.{key}": data[key] for key in DATA}
-        | {"rows": len(items), "hash of the rows": value_hash([item.key for item in items])}
-        | {f"regenerate.{key}": sampling[key] for key in SAMPLING}
-        | {"seed": recipe.seed}
-    )
+    rows = {"rows": len(items), "hash of the rows": value_hash([item.key for item in items])}
+    answers = {f"regenerate.{key}": sampling[key] for key in SAMPLING} | {"seed": recipe.seed}
+    return {f"data.{key}": data[key] for key in DATA} | rows | answers
 
 
 def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile, rows: int) -> None:
@@ -133,22 +123,12 @@ def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile,
         bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
         bar.update(0)
 
-    with progress("regenerating", "row", rows) as bar, closing(_finished(responder, missing, wrote)) as finished:
+    with progress("regenerating", "row", rows) as bar, closing(responder.respond(missing, wrote)) as finished:
         bar.initial = bar.n = rows - len(missing)
         for item in finished:
             line = {"row": item.row, "turns": item.turns, "tokens": item.tokens, "error": item.error, "detail": item.detail}
             partial.append(line | {"result": item.result()})
             bar.update()
-
-
-def _finished(responder: Responder, missing: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
-    """Yield items when they are no longer pending; closing the generator cancels running requests."""
-    yield from (item for item in missing if not item.pending)  # these need no response
-    yield from responder.respond([item for item in missing if item.pending], wrote)
-
-
-def _kept(error: str, recipe: Recipe) -> str:
-    return ", which is kept cut off" if error == "truncated" and recipe.regenerate.unfinished == "keep" else ""
 
 
 def _said_of_tokens(report: dict[str, Any]) -> list[str]:
@@ -166,19 +146,16 @@ def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
     reset = "".join(f" data.{key}={one or 'null'}" for key, one in usual.items() if getattr(recipe.data, key) != one)
     tau = f", mean acceptance length (tau) {report['tau']:.2f}" if "tau" in report else ""
     rows = {error: f": rows {shortened(sorted(numbers))}" for error, numbers in report["set_aside"].items() if numbers}
-    details = {"refused": f" ({detail})"}
+    details = {"refused": f" ({detail})", "truncated": ", which is kept cut off" if recipe.regenerate.unfinished == "keep" else ""}
     errors = {error: f"{text}{details.get(error, '')}{rows.get(error, '')}" for error, text in ERRORS.items() if report[error]}
     print(
-        "\n".join(
-            [
-                f"answers   {report['out']}: {report['rows_written']:,} of {report['rows']:,} rows, {report['turns']:,} answers, "
-                f"{report['tokens']:,} tokens",
-                *(f"          {report[error]:,} rows had {text}{_kept(error, recipe)}" for error, text in errors.items()),
-                *([f"          {report['rows_dropped']:,} rows had no whole answer and were dropped"] if report["rows_dropped"] else []),
-                *_said_of_tokens(report),
-                f"speed     {report['tokens_per_second']:,.1f} tokens/s{tau}",
-                f"next      train with data.train={report['out']}{reset}{f' cache.dir={recipe.cache.dir}' if _caches(recipe) else ''}",
-            ]
-        ),
+        f"answers   {report['out']}: {report['rows_written']:,} of {report['rows']:,} rows, {report['turns']:,} answers, "
+        f"{report['tokens']:,} tokens",
+        *(f"          {report[error]:,} rows had {text}" for error, text in errors.items()),
+        *([f"          {report['rows_dropped']:,} rows had no whole answer and were dropped"] if report["rows_dropped"] else []),
+        *_said_of_tokens(report),
+        f"speed     {report['tokens_per_second']:,.1f} tokens/s{tau}",
+        f"next      train with data.train={report['out']}{reset}{f' cache.dir={recipe.cache.dir}' if _caches(recipe) else ''}",
+        sep="\n",
         file=sys.stderr,
     )

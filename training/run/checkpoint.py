@@ -11,7 +11,6 @@ therefore be resumed with another number of processes.
 from __future__ import annotations
 
 import json
-import platform
 import shlex
 import shutil
 import subprocess
@@ -21,21 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from headstart import __version__
 from headstart.chat.template import template_hash
 from headstart.heads.backbone.fingerprint import tokenizer_digest
 from headstart.heads.base import Drafter
+from headstart.support.devices import versions
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard, discard_unfinished, file_hash, flush, value_hash
 from headstart.support.json_text import flattened, parse_json
 from headstart.training.data.tokenise import chat_settings
+from headstart.training.features.codec import without_prefix
 from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.run.optimizer import Average
 from headstart.training.run.processes import distribute_like, full_tensor
@@ -59,25 +57,17 @@ def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequenc
         "chat": chat.to_card(tokenizer),
         "command": shlex.join(sys.argv),
         "commit": _commit(),
-        "versions": {
-            "headstart": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": accelerate.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions("torch", "transformers", "accelerate"),
     }
 
 
 def _commit() -> str | None:
     """Return the git commit of this source, with ``-dirty`` if files were changed; None outside a repository."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent.parent)]
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10).stdout
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + ("-dirty" if changed else "")
 
 
 @dataclass(frozen=True)
@@ -135,10 +125,8 @@ def read_state(folder: Path) -> State:
     """Read an intact state. Raises UserError if another version wrote it."""
     progress = json.loads((folder / "state.json").read_text())
     if (found := progress.get("format")) != FORMAT:
-        raise UserError(
-            f"{folder} was saved by another version of Headstart (format {found}, this one reads {FORMAT}): resume it with that version, "
-            "or choose another save.dir"
-        )
+        fault = f"{folder} was saved by another version of Headstart (format {found}, this one reads {FORMAT})"
+        raise UserError(f"{fault}: resume it with that version, or choose another save.dir")
     return State(folder, progress["step"], progress, load_file(folder / "tensors.safetensors"))
 
 
@@ -151,13 +139,11 @@ def require_same_recipe(state: State, recipe: dict[str, Any]) -> None:
         raise UserError(f"{state.folder} was trained by another recipe: {changes}; restore it, or choose another save.dir")
 
 
-def pack(
-    drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None, adapter: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def pack(drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None) -> dict[str, Tensor]:
     """Return weights, average and optimiser moments under flat names, as unsharded copies on the CPU."""
     tensors: dict[str, Tensor] = {f"drafter/{name}": tensor for name, tensor in drafter.tensors().items()}
     tensors |= {f"average/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
-    adapted = {f"adapter/{name}": weight for name, weight in (adapter or {}).items()}
+    adapted = {f"adapter/{name}": weight for name, weight in drafter.backbone.trainable.items()}
     tensors |= adapted
     for name, parameter in [*drafter.named_parameters(), *adapted.items()]:
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -176,23 +162,12 @@ def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
 
 def unpack_optimizer(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Load the moments of all parameters; parameter groups and learning rates are those of the recipe."""
-    names = {parameter: name for name, parameter in trained.items()}
-    moments: dict[str, dict[str, Tensor]] = {}
-    for flat, tensor in tensors.items():
-        if flat.startswith("optimizer/"):
-            _, key, name = flat.split("/", 2)
-            moments.setdefault(name, {})[key] = tensor
-    groups = optimizer.state_dict()["param_groups"]
-    state = {}
-    for i, parameter in enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if names[parameter] in moments:
-            state[i] = {key: distribute_like(tensor, parameter) for key, tensor in moments[names[parameter]].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Select the tensors whose names begin with ``prefix``, and remove it from the names."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    places = {parameter: i for i, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"])}
+    state: dict[int, dict[str, Tensor]] = {}
+    for flat, tensor in without_prefix(tensors, "optimizer/").items():
+        key, name = flat.split("/", 1)
+        state.setdefault(places[trained[name]], {})[key] = distribute_like(tensor, trained[name])
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _steps(save_dir: Path) -> list[Path]:

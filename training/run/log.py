@@ -32,10 +32,8 @@ def require_trackers(recipe: Recipe) -> None:
     if recipe.log.wandb != "off" and "wandb" not in installed:
         raise UserError(f"log.wandb={recipe.log.wandb} needs wandb, which is not installed; pip install wandb, or set log.wandb=off")
     if recipe.log.tensorboard and not installed - {"wandb"}:
-        raise UserError(
-            "log.tensorboard=true needs tensorboard or tensorboardX, and neither is installed; "
-            "pip install tensorboardX (it writes; tensorboard also shows), or set log.tensorboard=false"
-        )
+        remedy = "pip install tensorboardX (it writes; tensorboard also shows), or set log.tensorboard=false"
+        raise UserError(f"log.tensorboard=true needs tensorboard or tensorboardX, and neither is installed; {remedy}")
 
 
 def start_trackers(recipe: Recipe, done: int, wandb_id: str | None = None) -> list[GeneralTracker]:
@@ -63,8 +61,7 @@ def _start_wandb(recipe: Recipe, run_id: str | None) -> WandBTracker:
     try:
         tracker.start()
     except wandb.errors.Error as error:
-        cause = " ".join(str(error).split())
-        raise UserError(f"log.wandb={log.wandb}: {cause}; run wandb login, or set log.wandb=offline or off") from None
+        raise UserError(f"log.wandb={log.wandb}: {cause(error)}; run wandb login, or set log.wandb=offline or off") from None
     return tracker
 
 

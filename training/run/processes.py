@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -110,7 +110,7 @@ class StopSignal:
         self.number, self.received = number, True
         self._restore()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _restore(self) -> None:
@@ -143,20 +143,16 @@ def lost_process(error: RuntimeError, save_dir: str) -> UserError | None:
     if os.environ.get("WORLD_SIZE", "1") == "1" or not (isinstance(error, torch.distributed.DistError) or LOST.search(str(error))):
         return None
     cause = re.sub(r"^\[[^\]]*\] ", "", str(error).strip()).split("\n")[0].split(". ")[0][:200]  # without the place in gloo's source
-    return UserError(
-        f"another process of this run has ended or does not answer ({cause}); its own message says why. "
-        f"The same command goes on from what was last saved in {save_dir}"
-    )
+    fault = f"another process of this run has ended or does not answer ({cause}); its own message says why"
+    return UserError(f"{fault}. The same command goes on from what was last saved in {save_dir}")
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
     """Return FSDP2 settings if the launcher requests FSDP, else None. Raises UserError for another way of running processes."""
     for variable, way in UNSUPPORTED.items():
         if parse_flag_from_env(variable):
-            raise UserError(
-                f"launched with {way} ({variable}); training is data-parallel (accelerate launch --multi_gpu) "
-                "or sharded by FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
-            )
+            sharded = "sharded by FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
+            raise UserError(f"launched with {way} ({variable}); training is data-parallel (accelerate launch --multi_gpu) or {sharded}")
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -170,10 +166,8 @@ def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
 def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
     """Raise UserError for processes that would each train alone. On CPUs, enable FSDP, which accelerate 1.15 ignores there."""
     if accelerator.num_processes == 1 and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise UserError(
-            f"{started} processes were started and found no accelerator, so each would train alone; start them on a machine that has one, "
-            "or set ACCELERATE_USE_CPU=true to train on CPUs"
-        )
+        fault = f"{started} processes were started and found no accelerator, so each would train alone"
+        raise UserError(f"{fault}; start them on a machine that has one, or set ACCELERATE_USE_CPU=true to train on CPUs")
     if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
@@ -183,9 +177,8 @@ def empty_model(section: sections.Backbone) -> PreTrainedModel:
     """Build a recipe's backbone with parameters on the meta device, for `shard_layers` to fill; buffers that no file holds have values."""
     config = load_config(section.path, trust_remote_code=section.trust_remote_code)
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model = auto_model(config).from_config(
-            config, attn_implementation=attention_kernel(section.attention), trust_remote_code=section.trust_remote_code
-        )
+        kernel = attention_kernel(section.attention)
+        model = auto_model(config).from_config(config, attn_implementation=kernel, trust_remote_code=section.trust_remote_code)
     return model.eval()
 
 
@@ -251,9 +244,8 @@ def gather_like(shard: Tensor, like: Tensor) -> Tensor:
     """Gather the tensor of which ``shard`` is this process's shard, sharded like ``like``."""
     if not isinstance(like, DTensor):
         return shard
-    return DTensor.from_local(
-        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    ).full_tensor()
+    whole = DTensor.from_local(shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return whole.full_tensor()
 
 
 def is_sharded(backbone: Backbone) -> bool:

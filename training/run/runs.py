@@ -47,10 +47,8 @@ def read_runs(paths: Sequence[str]) -> dict[str, list[Line]]:
     first = paths[0]
     for path, backbone in backbones.items():
         if backbone != backbones[first]:
-            raise UserError(
-                f"{first} and {path} cannot be compared: they train heads on {backbones[first]} and on {backbone};"
-                " give runs on one backbone"
-            )
+            trained = f"they train heads on {backbones[first]} and on {backbone}"
+            raise UserError(f"{first} and {path} cannot be compared: {trained}; give runs on one backbone")
     return logs
 
 

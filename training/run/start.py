@@ -22,7 +22,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata, require_sizes
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.heads.warm_start import WarmStart, read_warm_start, require_kind
-from headstart.support.errors import UserError
+from headstart.support.errors import naming
 from headstart.support.terminal import progress
 from headstart.training.data.batches import FORWARD_TOKENS, batches_by_length, collate
 from headstart.training.data.data import LabelCounts, most_frequent
@@ -60,7 +60,7 @@ class Chosen:
     def put_into(self, recipe: Recipe) -> Recipe:
         """Return the recipe with these values."""
         values = {key.removeprefix("train."): value for key, value in self.values.items()}
-        return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})
+        return recipe.but({"train": values})
 
 
 def choose(recipe: Recipe, drafter: Drafter, step_tokens: float, steps: int) -> Chosen:
@@ -87,8 +87,7 @@ def with_precision(recipe: Recipe) -> Recipe:
         return recipe
     device = None if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.accelerator.current_accelerator()
     dtype = dtype_in_training(recipe.backbone, read_config(recipe.backbone), device or torch.device("cpu"))
-    train = recipe.train.model_copy(update={"precision": autocast_name(recipe.train.precision, dtype)})
-    return recipe.model_copy(update={"train": train})
+    return recipe.but({"train": {"precision": autocast_name(recipe.train.precision, dtype)}})
 
 
 def autocast_name(precision: str, backbone: torch.dtype) -> str:
@@ -121,11 +120,9 @@ def require_starts(recipe: Recipe) -> Recipe:
     for one in recipe.per_drafter().values():
         options = split_drafter(one.drafter)[0]
         if options.init is not None:
-            try:
+            with naming("drafter.init"):
                 require_kind(options.init, read_metadata(options.init)[1], options.kind)
                 require_sizes(options.init, recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
-            except UserError as error:
-                raise UserError(f"drafter.init: {error}") from None
     return recipe
 
 
@@ -153,8 +150,7 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features:
     fresh = [drafter for drafter in drafters if drafter.start_positions]
     if fresh and (accelerator.is_main_process or is_sharded(fresh[0].backbone)):
         for drafter in fresh:
-            source = features.for_starts(drafter.taps)
-            read = _features(drafter, samples, source, drafter.start_positions, "start values" if accelerator.is_main_process else None)
+            read = _features(drafter, samples, features, drafter.start_positions, "start values" if accelerator.is_main_process else None)
             lines.append(drafter.fit_start(read))
     if accelerator.num_processes > 1:
         for drafter in fresh:
@@ -169,23 +165,18 @@ def fit_shortlists(drafter: Drafter, samples: Sequence[Sample], features: Featur
         return None
     if is_sharded(drafter.backbone):
         return "no shortlist: the backbone's layers are sharded (backbone.shard), and it is found by one process; drafts use exact logits"
-    source, positions = features.for_starts(drafter.taps), drafter.shortlist_positions
-    drafter.fit_shortlists(_features(drafter, samples, source, positions, "the shortlist"))
+    drafter.fit_shortlists(_features(drafter, samples, features, drafter.shortlist_positions, "the shortlist"))
     return None if drafter.shortlists else "no shortlist: no text that was read for it has labels; drafts use exact logits"
 
 
 @torch.no_grad()
 def _features(drafter: Drafter, samples: Sequence[Sample], source: FeatureSource, positions: int, shown: str | None) -> Iterator[Features]:
     """Yield the features of texts of about so many positions; ``shown``: what is fitted to them, in the main process."""
-    chosen = chosen_texts(samples, positions)
+    source = source.for_starts(drafter.taps)
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()  # of a mix, some of each part
+    before = accumulate((len(samples[i].tokens) - 2 for i in order), initial=0)  # whose neighbours are known too
+    chosen = [i for i, count in zip(order, before, strict=False) if count < positions]
     with progress(f"fitting {shown}", "token", sum(len(samples[i].tokens) for i in chosen), shown is not None) as bar:
         for indices in batches_by_length(samples, chosen, CPU_POSITIONS if drafter.backbone.device.type == "cpu" else FORWARD_TOKENS):
             yield source.read(collate(samples, [[i] for i in indices]).to(drafter.backbone.device))
             bar.update(sum(len(samples[i].tokens) for i in indices))
-
-
-def chosen_texts(samples: Sequence[Sample], positions: int) -> list[int]:
-    """Return the samples of about so many positions that start values are fitted to: of a mix, some of each part."""
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
-    before = accumulate((len(samples[i].tokens) - 2 for i in order), initial=0)  # whose neighbours are known too
-    return [i for i, count in zip(order, before, strict=False) if count < positions]

@@ -3,6 +3,9 @@
 A run has one or several trainers, which share only the backbone's features of a batch: each has its own `Accelerator` (and so its own
 gradient scaler), and random numbers are seeded before every forward. A drafter therefore gets the same weights whether it is trained
 alone or with others.
+
+A frozen backbone is not part of the module (`Backbone` is not an `nn.Module`): its features are computed once for all drafters, outside
+autocast. A trainable backbone runs inside it, so that data parallelism sees its adapter.
 """
 
 from __future__ import annotations
@@ -26,16 +29,20 @@ from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.support.devices import not_compilable
 from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch
-from headstart.training.features.source import FeatureSource
-from headstart.training.objective.loss_rows import StepKey
-from headstart.training.objective.objective import Sums
+from headstart.training.features.codec import without_prefix
+from headstart.training.features.source import FeatureSource, LiveFeatures
+from headstart.training.objective.loss_rows import LmLoss, StepKey, lm_loss
+from headstart.training.objective.objective import Sums, TrainStep
 from headstart.training.recipe.recipe import Recipe, split_drafter
-from headstart.training.run.checkpoint import pack, unpack_optimizer, without_prefix
+from headstart.training.recipe.sections import Lora
+from headstart.training.recipe.training import Objective
+from headstart.training.run.checkpoint import pack, unpack_optimizer
 from headstart.training.run.log import Meter, Result
 from headstart.training.run.optimizer import Average, adapter_rise, build_optimizer, in_place_of_weights, learning_rate
 from headstart.training.run.processes import any_of, full_tensor, is_sharded, keep_gathered, to_local
 from headstart.training.run.start import Chosen
-from headstart.training.run.step import JointStep, TrainStep, recompute
+
+RESULTS = ("tau", "acceptance", "teacher_forced")
 
 
 @dataclass
@@ -49,15 +56,12 @@ class DrafterTrainer:
     module: nn.Module
     """The `TrainStep` or `JointStep`, wrapped for data parallelism and autocast, or sharded."""
     optimizer: Any
-    average: Average | None
+    average: Average | None = None
     """Moving average of the weights; None without ``train.ema_decay``."""
     meter: Meter = field(default_factory=Meter)
-    tau: float | None = None
-    """Mean acceptance length at the last evaluation."""
-    acceptance: dict[str, Any] | None = None
-    """What drafts were worth there, by score and depth (`evaluate`)."""
-    teacher_forced: dict[str, Any] | None = None
-    """The acceptance on stored features there, where it was evaluated without decoding (`acceptance`)."""
+    results: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(RESULTS))
+    """Those of the last evaluation, as JSON: ``tau``, the mean acceptance length; ``acceptance``, what drafts were worth, by score and
+    depth (`evaluate`); and ``teacher_forced``, the acceptance on stored features, where there was no decoding (`acceptance`)."""
     step: int = 0
     """Current optimiser step, from 1."""
     start: dict[str, Any] | None = None
@@ -84,7 +88,9 @@ class DrafterTrainer:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        return trained_parameters(self.drafter)
+        """All trained parameters by their names in the saved state: the drafter's and the backbone adapter's."""
+        adapter = {f"adapter/{name}": weight for name, weight in self.drafter.backbone.trainable.items()}
+        return dict(self.drafter.named_parameters()) | adapter
 
     @property
     def sharded(self) -> bool:
@@ -173,13 +179,8 @@ class DrafterTrainer:
         """Return this drafter's tensors for the saved state, in the main process. If sharded, all processes must call this."""
         if not (self.sharded or self.accelerator.is_main_process):
             return {}
-        packed = pack(self.drafter, self.optimizer, self.average, self.drafter.backbone.trainable)
+        packed = pack(self.drafter, self.optimizer, self.average)
         return {self.prefix + name: tensor for name, tensor in packed.items()}
-
-    @property
-    def results(self) -> dict[str, Any]:
-        """The results of the last evaluation, as JSON."""
-        return {"tau": self.tau, "acceptance": self.acceptance, "teacher_forced": self.teacher_forced}
 
     def progress(self) -> dict[str, Any]:
         """Return the state other than tensors, as JSON."""
@@ -199,11 +200,55 @@ class DrafterTrainer:
         unpack_optimizer(self.trained, self.optimizer, tensors)
         if self.average is not None:
             self.average.load(without_prefix(tensors, "average/"))
-        self.tau, self.acceptance, self.teacher_forced = progress["tau"], progress.get("acceptance"), progress.get("teacher_forced")
+        self.results = {key: progress.get(key) for key in RESULTS}
         self.start, self.meter = progress["start"], Meter(**progress["meter"])
         self.skipped, self.consecutive_skips = progress["skipped"]
         if self.accelerator.scaler is not None and progress["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(progress["scaler"])
+
+
+class JointStep(nn.Module):
+    """`TrainStep` with a trained backbone adapter (Medusa-2, 2401.10774 section 2.2.2); takes a batch instead of its features.
+
+    The loss is ``rise`` times the heads' objective, whose gradients reach the adapter through the features, plus ``lm_weight`` times the
+    backbone's next-token cross-entropy and ``kl_weight`` times its KL divergence from the original backbone. The heads' teacher is the
+    adapted backbone, detached. At a rise of 0 the heads are trained alone.
+    """
+
+    def __init__(self, source: FeatureSource, drafter: Drafter, settings: Objective, lora: Lora, compiled: bool = False) -> None:
+        super().__init__()
+        self.source, self.backbone, self.lora = source, drafter.backbone, lora
+        self.original = LiveFeatures(self.backbone, ()) if lora.kl_weight else None
+        self.heads = TrainStep(drafter, settings, compiled)
+        self.adapter = nn.ParameterList(self.backbone.trainable.values())
+
+    def forward(self, batch: Batch, step_key: StepKey, rise: float) -> Sums:
+        features, lm = self._read(batch, rise > 0)
+        sums = self.heads(features, step_key)
+        if lm is None:  # data parallelism needs the adapter in every graph
+            return sums._replace(loss=sums.loss + 0.0 * torch.stack([weight.sum() for weight in self.adapter]).sum())
+        kept = self.lora.lm_weight * lm.cross_entropy + self.lora.kl_weight * lm.kl
+        return sums._replace(loss=rise * sums.loss + kept, lm_loss=lm.cross_entropy, lm_kl=lm.kl)
+
+    def _read(self, batch: Batch, joint: bool) -> tuple[Features, LmLoss | None]:
+        """Run the backbone in its own dtype, as in decoding: with gradients and its own losses if ``joint``."""
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False), torch.set_grad_enabled(joint and torch.is_grad_enabled()):
+            original_BTD = None
+            if joint and self.original is not None:
+                with torch.no_grad(), self.backbone.without_adapter():
+                    original_BTD = self.original.read(batch).hidden_BTD
+            features = self.source.read(batch)
+            return features, lm_loss(self.backbone, features, self.heads.settings.chunk_size, original_BTD) if joint else None
+
+
+def recompute(drafter: Drafter) -> None:
+    """Enable gradient checkpointing of the drafter and of a trained backbone, beside which a drafter may do without. Raises UserError."""
+    drafter.backbone.recomputing = bool(drafter.backbone.trainable)
+    try:
+        drafter.recompute()
+    except UserError:
+        if not drafter.backbone.recomputing:
+            raise
 
 
 def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
@@ -229,10 +274,7 @@ def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: 
         step = JointStep(source, drafter, recipe.objective, lora, recipe.train.compile)
     optimizer = build_optimizer(drafter, recipe.train, adapter.values(), 1.0 if lora is None else lora.lr_ratio)
     module, optimizer = accelerator.prepare(step, optimizer)
-    average = None if recipe.train.ema_decay is None else Average(trained_parameters(drafter), recipe.train.ema_decay)
-    return DrafterTrainer(name, recipe, accelerator, drafter, module, optimizer, average)
-
-
-def trained_parameters(drafter: Drafter) -> dict[str, nn.Parameter]:
-    """Return all trained parameters by their names in the saved state: the drafter's and the backbone adapter's."""
-    return dict(drafter.named_parameters()) | {f"adapter/{name}": weight for name, weight in drafter.backbone.trainable.items()}
+    trainer = DrafterTrainer(name, recipe, accelerator, drafter, module, optimizer)
+    if recipe.train.ema_decay is not None:
+        trainer.average = Average(trainer.trained, recipe.train.ema_decay)
+    return trainer
