@@ -7,11 +7,8 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
-import base64
-import mimetypes
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.images import shown
+from headstart.chat.images import inline, shown
 from headstart.chat.template import template_hash
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import read_end_tokens
@@ -83,7 +80,7 @@ def sample_page(report: dict[str, Any], recipe: str) -> str:
     text = Markup("<div class=text>{}</div>").format(Markup("").join(spans))
     check = [data["check"]["said"]] if data["check"] else []
     img = Markup('<p><img src="{}" alt="" height=160><br>{}</p>')
-    pictures = [img.format(_inline(one["name"]), _said(one)) for one in report["images"]]
+    pictures = [img.format(inline(one["name"], "image"), _said(one)) for one in report["images"]]
     sections = [Section(f"Sample {report['row']}", about, [legend, *pictures, text])]
     return page("training sample", [f"{recipe}: {data['summary']}", *check], sections)
 
@@ -91,11 +88,6 @@ def sample_page(report: dict[str, Any], recipe: str) -> str:
 def _said(image: dict[str, Any]) -> str:
     (width, height), (start, end) = image["size"], image["place"]
     return f"{shown(image['name'])}: {width} x {height} pixels, {image['tokens']} tokens ({start} to {end - 1}), no labels"
-
-
-def _inline(name: str) -> str:
-    data = "" if name.startswith("data:") else base64.b64encode(Path(name).expanduser().read_bytes()).decode()
-    return f"data:{mimetypes.guess_type(name)[0]};base64,{data}" if data else name
 
 
 def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:

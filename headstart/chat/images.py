@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
+import mimetypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -48,6 +49,13 @@ def read_image(name: str, what: str = "--image") -> tuple[Any, str]:
     except Exception as error:  # what Pillow raises depends on the format and on the damage
         why = "Pillow knows no such format" if isinstance(error, UnidentifiedImageError) else cause(error)
         raise UserError(f"{what} {shown(name)} cannot be read as an image ({why}); give a PNG or JPEG file") from None
+
+
+def inline(name: str, what: str) -> str:
+    """Return an image as a data: URL. Raises UserError as `read_image` does."""
+    read_image(name, what)
+    data = "" if name.startswith("data:") else base64.b64encode(require_file(what, name).read_bytes()).decode()
+    return f"data:{mimetypes.guess_type(name)[0] or 'image/png'};base64,{data}" if data else name
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,20 @@ def as_parts(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose text is a list of parts, since some templates take no plain text."""
     return [
         message | {"content": [{"type": "text", "text": text}]} if isinstance(text := message["content"], str) else message
+        for message in messages
+    ]
+
+
+def for_server(messages: Sequence[Message], where: str) -> list[Message]:
+    """Return messages with their images as OpenAI's API takes them. Raises UserError, which begins with ``where``."""
+
+    def part(one: Any) -> Any:
+        if one["type"] != "image":
+            return one
+        return {"type": "image_url", "image_url": {"url": inline(one["image"], f"{where}: image")}}
+
+    return [
+        message | {"content": [part(one) for one in content]} if isinstance(content := message["content"], list) else message
         for message in messages
     ]
 

@@ -11,6 +11,7 @@ import torch
 from image_models import make_image_model
 from PIL import Image
 from safetensors.torch import load_file
+from server import Reply, said, serving
 from small_run import losses, read_log
 from transformers import AutoModelForImageTextToText
 
@@ -227,6 +228,34 @@ def test_inspect_shows_the_images_of_a_row(shared: Path, tmp_path: Path, capsys:
     assert base64.b64encode(Path(first["name"]).read_bytes()).decode() in page.read_text()
 
 
+def test_a_server_is_asked_with_images(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, out, fields = shared.parent / "0.png", tmp_path / "new.jsonl", {"token_ids": [1], "prompt_token_ids": [2]}
+
+    def reply(path: str, body: dict[str, Any]) -> Reply:
+        status, answer = said("It is four.")
+        return status, answer | {"choices": [answer["choices"][0] | fields]}
+
+    ask = [question("What", picture(name), "?"), answer(1), question("And", picture(as_data(name)), "three?"), answer(1)]
+    write(tmp_path, [{"messages": ask}])
+    with serving(reply) as server:
+        how = [f"data.train={tmp_path / 'rows.jsonl'}", f"regenerate.out={out}", f"regenerate.endpoint={server.url}/v1"]
+        assert main(["regenerate", str(shared), *how]) == 0
+        write(tmp_path, [{"messages": [question(picture("rows.jsonl"), "?")]}])
+        assert main(["regenerate", str(shared), *how[:1], f"regenerate.out={tmp_path / 'no.jsonl'}", *how[2:]]) == 2
+    assert "row 1: image rows.jsonl" in capsys.readouterr().err and len(server.asked) == 2, "nothing but images is sent"
+    sent = [part for turn in server.asked[1]["messages"] if turn["role"] == "user" for part in turn["content"]]
+    assert [part["image_url"]["url"] for part in sent if part["type"] == "image_url"] == [as_data(name)] * 2
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "input_ids" not in row, "the processor here says how many tokens an image has"
+    assert [part["image"] for part in image_parts(row["messages"])] == [str(name), as_data(name)]
+    assert [turn["content"] for turn in row["messages"][1::2]] == ["It is four."] * 2
+    assert main(["inspect", str(shared), f"data.train={out}", "data.eval_rows=0"]) == 0
+
+
+def as_data(file: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+
+
 URL = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 
 
@@ -275,7 +304,6 @@ def test_rows_that_cannot_be_read(
         ("train", ["backbone.lora={rank: 2}"], "backbone.lora is trained on text alone"),
         ("train", ["features.endpoint=http://localhost:1"], "features.endpoint serves text alone"),
         ("train", ["backbone.path=embedded"], "embedded reads no images"),
-        ("regenerate", ["regenerate.out=x.jsonl", "regenerate.endpoint=http://localhost:1"], "regenerate.endpoint is asked text alone"),
     ],
 )
 def test_what_takes_no_images_says_so(

@@ -97,7 +97,7 @@ class Recipe(StrictModel):
     def _rules(self) -> list[tuple[str, bool, str]]:
         """What cannot go together: a key, whether its rule is broken, and the rule."""
         images, lora, on_policy = self.data.images, self.backbone.lora is not None, self.objective.on_policy > 0
-        adapter, asked, served = self.backbone.adapter, self.regenerate.endpoint is not None, self.features.endpoint is not None
+        adapter, served = self.backbone.adapter, self.features.endpoint is not None
         return [
             ("heads", lora and bool(self.heads), "would each need an adapter with backbone.lora; train one drafter, or set lora to null"),
             ("cache.dir", lora and self.cache.dir is not None, "keeps features, which change with backbone.lora; set either to null"),
@@ -110,7 +110,6 @@ class Recipe(StrictModel):
             ("backbone.lora", images and lora, "is trained on text alone; set it to null, or data.images to false"),
             ("backbone.shard", images and self.backbone.shard, "needs passes over text alone; set it or data.images to false"),
             ("features.endpoint", images and served, "serves text alone; set it to null, or data.images to false"),
-            ("regenerate.endpoint", images and asked, "is asked text alone; set it to null, or data.images to false"),
             ("objective.on_policy", images and on_policy, "reads drafts behind text alone; set it to 0, or data.images to false"),
         ]
 

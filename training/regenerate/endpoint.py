@@ -17,7 +17,8 @@ from itertools import islice
 from typing import Any
 
 from headstart.chat.conversation import Chat
-from headstart.chat.messages import ASSISTANT, Message
+from headstart.chat.images import for_server
+from headstart.chat.messages import ASSISTANT, Message, image_parts
 from headstart.chat.template import TemplateRefusal, template_hash
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import read_end_tokens
@@ -115,9 +116,12 @@ class Endpoint:
         tools = self.recipe.data.template_kwargs.get("tools") if item.tools is None else item.tools
         variables = {key: value for key, value in self.recipe.data.template_kwargs.items() if key != "tools"}
         given = {"chat_template": self.recipe.data.chat_template, "chat_template_kwargs": variables}  # as vLLM takes them
-        prompt = {"messages": item.messages} | ({} if tools is None else {"tools": tools}) | {key: one for key, one in given.items() if one}
+        prompt = {"messages": for_server(item.messages, f"row {item.row + 1}")} | ({} if tools is None else {"tools": tools})
+        prompt |= {key: one for key, one in given.items() if one}
         path = "/chat/completions"
         raw = self._ask(path, item, prompt, "message")
+        if pictured := bool(image_parts(item.messages)):  # servers may give an image other numbers of tokens than the processor here
+            raw = replace(raw, prompt=(), answer=())
         fields = raw.message if isinstance(raw.message, dict) else {}
         kept = {name: fields[name] for name in ("tool_calls", "function_call", "refusal") if fields.get(name)}
         if thoughts := fields.get("reasoning_content") or fields.get("reasoning"):  # servers differ in the name
@@ -128,7 +132,7 @@ class Endpoint:
         # Without an answer, the reasoning, which this server does not return, did not end.
         error = "truncated" if content is None and not kept else raw.error
         message = {"role": ASSISTANT, "content": content, **kept}
-        if not error:
+        if not error and not pictured:
             self._compare(item, message, raw)
         return replace(raw, message=message, error=error)
 
