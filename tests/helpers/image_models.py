@@ -50,7 +50,7 @@ FAMILIES: dict[str, Any] = {
     "gemma3": lambda: merged(shrink(published("gemma-3-4b-it")), {"vision_config": SIGLIP} | UNTIED),
     "gemma4": lambda: merged(shrink(published("gemma-4-31b-it")), {"vision_config": POOLED} | UNTIED),
     "gemma4-e": lambda: merged(shrink(published("gemma-4-e4b-it")), {"vision_config": POOLED} | UNTIED),
-    "smolvlm": lambda: of_class("smolvlm", SIGLIP),
+    "smolvlm": lambda: merged(of_class("smolvlm", SIGLIP | {"patch_size": 4}), {"scale_factor": 4}),  # 5.20 asks for patch_size tokens
     "idefics3": lambda: of_class("idefics3", SIGLIP),
 }
 
