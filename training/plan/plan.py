@@ -76,8 +76,11 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
 
 
 @waiting("counting memory")
-def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[str, Any]:
-    """Return the plan as JSON, but for what `timed` adds; with ``tflops``, each device's peak, a duration too. Raises UserError."""
+def plan(recipe: Recipe, machine: Machine, tflops: float | None = None, search: bool = True) -> dict[str, Any]:
+    """Return the plan as JSON, but for what `timed` adds. Raises UserError.
+
+    ``tflops``, each device's peak: with a duration; ``search``: with the largest batch and length (without: only where it does not fit).
+    """
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {tflops:g}")
     if recipe.train.batch_size < machine.processes:
@@ -103,7 +106,7 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None) -> dict[
             "phases": peak.phases, "peak": peak.peak, "phase": peak.peak_phase, "largest_part": peak.largest_part,
             "fits": peak.peak <= machine.usable,
         },
-        "fits": _fits(memory_plan, peak, size, machine, models.backbone.max_positions),
+        "fits": _fits(memory_plan, peak, size, machine, models.backbone.max_positions) if search or peak.peak > machine.usable else None,
         "disk": disk(recipe, models, samples, machine),
         "tokens": _tokens(recipe, samples, machine.processes),
     }  # fmt: skip

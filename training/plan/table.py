@@ -47,6 +47,8 @@ def _verdict(report: dict[str, Any]) -> list[str]:
         size = gigabytes(memory["phases"][memory["phase"]][memory["largest_part"]])
         largest = f"the largest part is {memory['largest_part']}, {size}: {memory['advice']}"
         verdict = f"does not fit: {gigabytes(memory['peak'])} during {memory['phase']}, but there are {usable}{reserve}; {largest}"
+    if fits is None:
+        return [verdict]
     limits = (
         f"largest   {fits['rows']:,} rows of {fits['at_length']:,} tokens per forward (train.micro_batch), so batches of "
         f"{fits['batch_size']:,} without accumulation; or {fits['at_rows']:,} rows of {fits['length']:,} tokens (data.max_length)"
