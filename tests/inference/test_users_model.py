@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import Noted, left_padded, prompts, random_drafter, say, tiny
+from families import Noted, in_training, left_padded, prompts, random_drafter, say, state, tiny
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -22,7 +22,6 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.generation.streamers import BaseStreamer
-from users_model import in_training, state
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone
