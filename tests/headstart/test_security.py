@@ -243,8 +243,7 @@ class TestOutput:
     NASTY = "\x1b]0;title\x07\x1b[31mred\x1b[0m \x9b2J\r\x08\u202egnp.exe ok\ttab\nline"
 
     def test_controls_are_written_out(self) -> None:
-        shown = visible(self.NASTY)
-        assert shown == "\\x1b]0;title\\x07\\x1b[31mred\\x1b[0m \\x9b2J\\r\\x08\\u202egnp.exe ok\ttab\nline"
+        assert visible(self.NASTY) == "\\x1b]0;title\\x07\\x1b[31mred\\x1b[0m \\x9b2J\\r\\x08\\u202egnp.exe ok\ttab\nline"
         assert visible("naïve 漢字 🙂 ok\n") == "naïve 漢字 🙂 ok\n"
 
     @pytest.mark.parametrize("terminal", [True, False])
