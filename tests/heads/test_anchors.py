@@ -11,10 +11,9 @@ from typing import Any, Literal
 import families
 import pytest
 import torch
-from by_the_book import MIXED_TERMS
-from guess import TinyDrafter, V, batch, run, small_backbone
+from guess import MIXED_TERMS, TinyDrafter, V, batch, run, small_backbone
 from small_run import make_recipe, read_log
-from test_fused import Feature
+from test_objective import Feature
 from torch import Tensor
 
 from headstart.cli.train import main

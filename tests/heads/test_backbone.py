@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import FAMILIES, LAYERS, SIZES, Scripted, backbone, build, texts, tiny
+from families import FAMILIES, LAYERS, SIZES, backbone, build, texts, tiny
 from plain.base import Target
 from safetensors.torch import load_file, save_file
 from shrink import shrunk
@@ -18,8 +18,7 @@ from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.layers.start_values import layer_weights
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel, load
+from headstart.inference.generate import load
 from headstart.support.errors import UserError
 
 WIDE = SIZES | {"max_position_embeddings": 256}
@@ -210,27 +209,15 @@ def test_a_model_of_two_widths_is_refused() -> None:
         Backbone(build("OPT", settings | {"do_layer_norm_before": False}))
 
 
-def mllama(cross: list[int]) -> transformers.PreTrainedModel:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    ids = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    torch.manual_seed(0)
-    return transformers.MllamaForCausalLM(MllamaTextConfig(**sizes, **ids, cross_attention_layers=cross, initializer_range=0.2)).eval()
-
-
 def test_a_model_that_is_its_own_base_decodes() -> None:
-    model, ids = mllama([]), texts(1, 9, seed=3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    token_ids = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    config = MllamaTextConfig(**sizes, **token_ids, cross_attention_layers=[], initializer_range=0.2)
+    model, ids = transformers.MllamaForCausalLM(config).eval(), texts(1, 9, seed=3)
     with load(None, model, proposers="suffix") as heads:
         asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
         assert torch.equal(model.generate(**asked, custom_generate=heads.generate), model.generate(**asked))
-
-
-def test_layers_of_cross_attention_leave_chains() -> None:
-    model, ids = mllama([1]), texts(1, 9, seed=3)
-    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-    own, on = model.generate(**asked), Backbone(model)
-    assert on.refusal is None and str(on.no_trees).startswith("MllamaForCausalLM has layers of cross-attention to images")
-    heads = SpeculativeModel(on, Scripted(on, own.tolist(), "nearly"), capture="off")
-    assert torch.equal(model.generate(**asked, custom_generate=heads.generate, tree=TreeShape(5, 1)), own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,8 +20,6 @@ from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
 PROMPT = "the cat sees the red"
-
-
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 

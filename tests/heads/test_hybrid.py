@@ -44,13 +44,6 @@ def hybrid(family: str) -> Backbone:
     return Backbone(build(*CONFIGS[family]))
 
 
-@functools.cache
-def alone(family: str) -> list[list[int]]:
-    """transformers' own greedy generate, row by row."""
-    model, options = hybrid(family).model, {"max_new_tokens": LENGTH, "do_sample": False}
-    return [model.generate(row[None], attention_mask=torch.ones_like(row)[None], **options)[0].tolist() for row in prompts()]
-
-
 def drafting(manner: str, on: Backbone, truths: list[list[int]]) -> SpeculativeModel:
     return SpeculativeModel(on, Scripted(on, truths, manner) if manner in ("oracle", "nearly") else random_drafter(manner, on))
 
@@ -138,18 +131,6 @@ def test_prompts_of_any_lengths_are_read_as_if_alone() -> None:
 
 
 @pytest.mark.matrix(cells=1)
-@pytest.mark.parametrize("family", CONFIGS)
-def test_greedy_text_is_transformers_own(family: str) -> None:
-    on, truths, rows = hybrid(family), alone(family), left_padded(prompts())
-    assert len({token for truth in truths for token in truth[-LENGTH:]}) > 6, "a dull text shows nothing"
-    for manner, tree in (("medusa", TreeShape(1)), ("eagle3", TreeShape(24, 8)), ("nearly", "auto"), ("oracle", TreeShape(24, 8))):
-        options = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True}
-        output = say(drafting(manner, on, truths), rows, tree=tree, **options)
-        assert unpadded(output.sequences, rows) == truths, (manner, tree)
-        assert manner != "oracle" or output.tau > 3, "drafts are accepted"
-
-
-@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("manner", ["eagle3", "nearly"])
 def test_sampled_text_is_that_of_autoregressive_decoding(manner: str) -> None:
     """A batch of five whose rows end at different times, and one row alone with its seed; a small batch lets rows join."""
@@ -159,7 +140,8 @@ def test_sampled_text_is_that_of_autoregressive_decoding(manner: str) -> None:
     assert len({tuple(text).index(0) if 0 in text[-LENGTH:] else len(text) for text in plain}) > 1, "rows leave"
     of = drafting(manner, on, plain)
     for extra in ({"tree": TreeShape(9, 1)}, {"batch_size": 2}):
-        assert unpadded(say(of, rows, seed=SEEDS, **options, **extra), rows) == plain
+        out = say(of, rows, seed=SEEDS, return_dict_in_generate=True, **options, **extra)
+        assert unpadded(out.sequences, rows) == plain and (out.tau > 1.3 or manner != "nearly"), "drafts are accepted"
     one = on.model.generate(prompts()[3][None], custom_generate=of.generate, seed=SEEDS[3], **options)[0].tolist()
     assert one == plain[3][: len(one)] and not any(plain[3][len(one) :])
 

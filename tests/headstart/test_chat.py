@@ -8,9 +8,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from chat_run import talker
 from chat_templates import VICUNA
 from small_run import status_of
-from talker import talker
 
 from headstart.cli import conversation as module
 from headstart.cli.conversation import BURST, Chat, Painter

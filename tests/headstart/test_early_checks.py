@@ -9,11 +9,13 @@ import pytest
 from chat_templates import make_tokenizer
 from families import build
 from gguf_models import chat_model, write_gguf
-from small_run import make_recipe
+from small_run import make_recipe, status_of
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.methods import build_drafter
+from headstart.serving.engines import nearest as unknown_format
+from headstart.support.errors import did_you_mean
 
 OTHER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 192}
 
@@ -122,3 +124,46 @@ def test_other_files(refused: Callable[..., str], given: list[str], message: str
 
 def test_data_of_a_new_recipe(refused: Callable[..., str]) -> None:
     assert "data file missing.jsonl: there is no such file" in refused("new-recipe", "./nowhere", "--data", "missing.jsonl")
+
+
+# What earlier versions had is refused in one line that says what takes its place; of other unknown names the likely one is offered.
+
+RECIPE = "recipes/quickstart/eagle3.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", RECIPE, "drafter.lora.rank=4"], "unknown key drafter.lora; it is gone: heads are trained whole, from drafter.init"),
+        (["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"], "cache.teacher; it is gone: a cache holds the final hidden states"),
+        (["tune", "--heads", "heads"], "; it is gone: decoding times this machine in its first steps"),
+        (
+            ["export", "--heads", "heads", "--to", "vllm", "--out", "out", "--quantize", "int8"],
+            "; it is gone: engines' own tools quantise heads",
+        ),
+        (["verify", "served", "--features", "cache"], "; it is gone: the folder's drafts are compared with those that its export stored"),
+        (["bench", "--prompts", "p.jsonl", "--draft-sink=3"], "arguments: --draft-sink=3; it is gone: say --num-sink-tokens"),
+    ],
+)
+def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = status_of(words)
+    error = capsys.readouterr().err
+    assert status == 2 and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["generate", "--backbone", "embedded", "--propose", "sufix"], "did you mean 'suffix'? choose from suffix, recycling"),
+        (["trian", "recipe.yaml"], "did you mean 'train'? choose from train, new-recipe"),
+        (["generate", "--backbone", "embedded", "--propose", "grammar"], "invalid choice: 'grammar' (choose from 'suffix'"),
+    ],
+)
+def test_choices_of_the_command_line(words: list[str], offered: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(words) == 2 and offered in capsys.readouterr().err
+
+
+def test_a_name_that_is_not_alike_is_not_offered() -> None:
+    formats = ["vllm", "sglang", "transformers"]
+    assert "did you mean 'vllm'" in str(unknown_format("vlm", formats)) and "did you mean" not in str(unknown_format("ollama", formats))
+    assert did_you_mean("medsua", ["medusa", "mlp"]) == "did you mean 'medusa'? " and did_you_mean("mpt2", ["mtp", "mlp"]) == ""

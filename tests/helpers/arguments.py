@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from families import VOCAB, Noted, left_padded, prompts, tiny
 from tokenizers import Tokenizer, decoders, models
-from transformers import (
-    CompileConfig,
-    DynamicCache,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    PreTrainedTokenizerFast,
-    StoppingCriteriaList,
-    StopStringCriteria,
-    WatermarkingConfig,
-)
+from transformers import DynamicCache, LogitsProcessorList, MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerFast, StoppingCriteriaList
 
 PAGE = Path(__file__).parents[2] / "docs" / "decode.md"
 START, END = "<!-- table: arguments -->", "<!-- end of table -->"
@@ -99,7 +91,7 @@ CASES = [
     case("forced_bos_token_id", YES, 7, shows=False),
     case("forced_eos_token_id", YES, 7),
     case("exponential_decay_length_penalty", YES, (3, 2.0), **ENDS),
-    case("watermarking_config", YES, WatermarkingConfig(bias=9.0)),
+    case("watermarking_config", YES, transformers.WatermarkingConfig(bias=9.0)),
     case("eos_token_id", YES, ENDS["eos_token_id"], pad_token_id=60),
     case("pad_token_id", YES, 59, eos_token_id=ENDS["eos_token_id"]),
     case("bos_token_id", YES, 7, shows=False),
@@ -117,7 +109,7 @@ CASES = [
     Case("attention_mask", YES, {}, note="padding on the left", shows=False),
     Case("past_key_values", YES, {"past_key_values": DynamicCache}, note="a `DynamicCache` of one row holds the conversation (see below); from transformers 5.24 on also by its new name, `cache`", shows=False),
     Case("logits_processor", YES, {"logits_processor": lambda: LogitsProcessorList([MinNewTokensLengthLogitsProcessor(9, 9, ENDS["eos_token_id"])]), **ENDS}, ENDS, ALWAYS),
-    Case("stopping_criteria", YES, {"stopping_criteria": lambda: StoppingCriteriaList([StopStringCriteria(tokenizer(), STOPS)])},
+    Case("stopping_criteria", YES, {"stopping_criteria": lambda: StoppingCriteriaList([transformers.StopStringCriteria(tokenizer(), STOPS)])},
          note="asked about all rows together after each token of the longest"),
     case("prefix_allowed_tokens_fn", YES, lambda row, ids: [(int(ids[-1]) + 7 * row + i) % VOCAB for i in range(3)], ALWAYS),
     case("guidance_scale", YES, 3.0, "without drafts"),
@@ -127,7 +119,7 @@ CASES = [
     Case("streamer", YES, {"streamer": Noted}, shows=False, note="tokens come in runs; not with beams, as in transformers"),
     Case("custom_generate", YES, {}, shows=False, note="`heads.generate`, or the folder of heads"),
     *(case(name, SAME, value) for name, value in (
-        ("use_cache", False), ("cache_config", {"nbits": 2}), ("max_cache_len", 99), ("compile_config", CompileConfig()), ("disable_compile", True),
+        ("use_cache", False), ("cache_config", {"nbits": 2}), ("max_cache_len", 99), ("compile_config", transformers.CompileConfig()), ("disable_compile", True),
         ("prefill_chunk_size", 3), ("num_assistant_tokens", 3), ("num_assistant_tokens_schedule", "constant"), ("assistant_confidence_threshold", 0.5),
         ("max_matching_ngram_size", 3), ("assistant_lookbehind", 3), ("target_lookbehind", 3), ("assistant_ensemble_weight", 0.5),
         ("speculation_type", "vanilla"), ("decoder_start_token_id", 5), ("transformers_version", "5.0.0"), ("continuous_batching_config", None),

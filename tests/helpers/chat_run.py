@@ -1,13 +1,17 @@
 """A chat model in miniature on disk, with a recipe for its conversations."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 from chat_templates import CHATML, SPECIAL, make_tokenizer
-from families import build
+from families import build, random_drafter
 from transformers import GenerationConfig
 
+from headstart.chat.prompts import Prompter
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.generate import SpeculativeModel
 from headstart.training.recipe.yaml_text import dump_yaml
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 256}
@@ -58,3 +62,14 @@ def make_chat_recipe(folder: Path, model: Path, rows: list[dict[str, Any]] | Non
     }
     (folder / "recipe.yaml").write_text(dump_yaml(recipe))
     return folder / "recipe.yaml"
+
+
+# A tiny backbone with random heads, a chat template and a context of 96.
+
+
+@functools.cache
+def talker() -> tuple[SpeculativeModel, Prompter]:
+    """The session's shared heads and prompter; tests must not modify them."""
+    tokenizer = make_tokenizer(CHATML)
+    on = Backbone(build("Llama", SIZES | {"vocab_size": len(tokenizer), "max_position_embeddings": 96}))
+    return SpeculativeModel(on, random_drafter("medusa", on, depth=3)), Prompter(tokenizer)

@@ -1,7 +1,14 @@
 """Chat templates in common styles, and tiny tokenizers that use them."""
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from headstart.support.json_text import Row
+from headstart.training.data import tokenise
+from headstart.training.data.samples import Sample, Stats, find_column
+from headstart.training.recipe.recipe import Data
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -72,3 +79,14 @@ def make_tokenizer(
 
 def chat(*turns: tuple[str, str]) -> list[dict]:
     return [{"role": role, "content": text} for role, text in turns]
+
+
+# The samples of rows, as a recipe's data makes them.
+
+
+def make_samples(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, *, source: str, ends: Sequence[int] = ()
+) -> tuple[list[Sample], Stats]:
+    """See `tokenise.make_samples`."""
+    read = tokenise.reader_of(find_column(rows, data, source), tokenizer, ends)
+    return tokenise.make_samples(rows, read, data, source=source)

@@ -185,3 +185,58 @@ class Noted:
 
     def end(self) -> None:
         self.ended += 1
+
+
+# A model that someone is training, and everything of it that heads must leave as it was.
+
+
+def in_training(family: str = "gpt2", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A model in training mode but for its first layer, trained but for its embedding."""
+    model = tiny(family, seed, **changes).requires_grad_(True).train()
+    model.base_model.get_submodule("h.0" if family == "gpt2" else "layers.0").eval()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    return model
+
+
+def state(model: PreTrainedModel) -> dict[str, Any]:
+    """What heads must leave as it was; modules and functions by identity."""
+    return {
+        "attributes": {name: _attributes(part) for name, part in model.named_modules()},
+        "modules": {name: (type(part), id(part), part.training, vars(part).get("forward")) for name, part in model.named_modules()},
+        "weights": {name: (id(weight), weight.requires_grad, weight._version, weight.grad) for name, weight in model.named_parameters()},
+        "methods": [getattr(model, name) for name in ("generate", "forward", "_extract_generation_mode_kwargs", "_sample")],
+        "random": torch.get_rng_state().tolist(),
+    }
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, str]:
+    apart = ("_parameters", "_buffers", "_modules", "training")
+    return {name: repr(value) for name, value in vars(module).items() if name not in apart}
+
+
+# The arguments with which tests of every head build each kind.
+
+ARGUMENTS: dict[str, dict[str, Any]] = {"eagle": {"feature_noise": 0}, "block": {"correction": "selector", "convolution": True}}
+"""Kind -> its arguments beside the depth; noise is drawn anew for every batch, so it depends on how a step is split."""
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {"draft_vocab_size": 2048}),
+    ("eagle3", {"layers": 2}),
+    ("mtp", {"shared": False}),
+    ("block", {"correction": "markov", "convolution": False}),
+    ("block", {"correction": "recurrent", "convolution": False}),
+    ("block", {"correction": "selector", "convolution": False}),
+    ("draft_model", {"parallel": True}),
+    ("peagle", {"own_embedding": True, "draft_vocab_size": 2048}),
+    ("hydra", {"prefix_attention": False}),
+]
+"""Further argument sets whose drafts are computed in another way."""
+
+
+def every_head(depth: int) -> list[tuple[str, dict[str, Any]]]:
+    """Every kind of heads/ with its arguments, trained and drafting at that depth."""
+    return [(kind, {"depth": depth, "draft_depth": depth, **ARGUMENTS.get(kind, {})}) for kind in methods()]
+
+
+def following(depth: int) -> list[tuple[str, dict[str, Any]]]:
+    """Of these, the heads whose drafts depend on their own drafts."""
+    return [(kind, arguments) for kind, arguments in every_head(depth) if build_drafter(kind, backbone("llama"), arguments).sequential]

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from chat_templates import make_tokenizer
-from tokenised import make_samples
+from chat_templates import make_samples, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from headstart.chat.messages import read_messages

@@ -9,18 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from arguments import tokenizer
 from families import VOCAB, Noted, left_padded, texts
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import headstart
 from headstart.inference.engine.tree import TreeShape
@@ -137,8 +130,8 @@ CONFIG: list[tuple[float, Callable[[random.Random], dict[str, Any]]]] = [
     (0.05, lambda _: {"remove_invalid_values": True}),
     (0.08, lambda _: {"renormalize_logits": True}),
     (0.03, lambda rng: {"guidance_scale": rng.choice([1.5, 3.0])}),
-    (0.03, lambda rng: {"watermarking_config": WatermarkingConfig(bias=rng.choice([1.0, 9.0]))}),
-    (0.02, lambda _: {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)}),
+    (0.03, lambda rng: {"watermarking_config": transformers.WatermarkingConfig(bias=rng.choice([1.0, 9.0]))}),
+    (0.02, lambda _: {"watermarking_config": transformers.SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)}),
     (0.3, lambda rng: {"return_dict_in_generate": True} | {f"output_{name}": rng.random() < 0.6 for name in ("scores", "logits")}),
     (0.05, lambda _: {"use_cache": False}),
     (0.04, lambda rng: {"cache_implementation": rng.choice(["static", "dynamic"])}),
@@ -202,7 +195,7 @@ def objects(rng: random.Random, beams: bool) -> dict[str, Callable[[], Any]]:
     if not beams and rng.random() < 0.06:
         found["streamer"] = Noted
     if rng.random() < 0.1:
-        found["past_key_values"] = DynamicCache
+        found["past_key_values"] = transformers.DynamicCache
     return found
 
 

@@ -118,37 +118,22 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, ...]] = {
     "llama-3.2-1b-instruct": ("llama-3.1-8b-instruct", "llama-3.2-1b-instruct", "llama-3.3-70b-instruct"),
-    "llama-2-7b-chat-hf": ("llama-2-7b-chat-hf",),
     "smollm2-135m-instruct": ("smollm2-135m-instruct", "smollm2-1.7b-instruct"),
     "Falcon3-1B-Instruct": ("falcon3-7b-instruct",),
     "qwen3-0.6b": ("qwen3-8b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-32b"),
     "qwen3-30b-a3b": ("qwen3-235b-a22b-instruct-2507",),
-    "qwen3-next-80b-a3b-instruct": ("qwen3-next-80b-a3b-instruct",),
     "Qwen2.5-0.5B-Instruct": ("qwen2.5-7b-instruct",),
-    "gemma-3-1b-it": ("gemma-3-1b-it",),
     "gemma-3-4b-it": ("gemma-3-4b-it", "gemma-3-12b-it"),
     "gemma-2-2b-it": ("gemma-2-9b-it",),
-    "gpt-oss-20b": ("gpt-oss-20b",),
     "mistral-7b-instruct-v0.3": ("mistral-7b-instruct-v0.3", "mistral-small-24b-instruct-2501"),
-    "mixtral-8x7b-instruct-v0.1": ("mixtral-8x7b-instruct-v0.1",),
     "Phi-4-mini-instruct": ("phi-4",),
-    "gpt2": ("gpt2",),
     "pythia-70m": ("pythia-1b",),
     "granite-3.3-2b-instruct": ("granite-3.3-8b-instruct", "granite-4.1-3b"),
     "OLMo-2-0425-1B-Instruct": ("olmo-2-1124-7b-instruct",),
-    "smollm3-3b": ("smollm3-3b",),
     "Moonlight-16B-A3B-Instruct": ("deepseek-v3.1", "kimi-k2.5"),
-    "gemma-4-12b-it": ("gemma-4-12b-it",),
-    "gemma-4-26b-a4b-it": ("gemma-4-26b-a4b-it",),
     "gemma-4-e4b-it": ("gemma-4-31b-it", "gemma-4-e4b-it"),
-    "glm-4.5-air": ("glm-4.5-air",),
-    "glm-4.7-flash": ("glm-4.7-flash",),
-    "minimax-m2": ("minimax-m2",),
     "ministral-3-3b-instruct-2512": ("ministral-3-3b-instruct-2512", "ministral-3-8b-instruct-2512"),
-    "olmo-3-7b-instruct": ("olmo-3-7b-instruct",),
-    "qwen3-vl-8b-instruct": ("qwen3-vl-8b-instruct",),
     "Qwen3.5-0.8B": ("qwen3.5-4b", "qwen3.5-9b", "qwen3.6-27b"),
-    "qwen3.6-35b-a3b": ("qwen3.6-35b-a3b",),
     "GLM-4-9B-0414": ("GLM-4 (0414)",),
     "aya-expanse-8b": ("Command-R",),
     "c4ai-command-r7b-12-2024": ("Command-R7B",),
@@ -161,7 +146,13 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "opt-125m": ("OPT",),
     "falcon-7b": ("Falcon-7B",),
 }
-SMALLEST = {row: model for model, rows in FAMILIES.items() for row in rows}
+ALONE = (
+    "llama-2-7b-chat-hf", "qwen3-next-80b-a3b-instruct", "gemma-3-1b-it", "gpt-oss-20b", "mixtral-8x7b-instruct-v0.1", "gpt2",
+    "smollm3-3b", "gemma-4-12b-it", "gemma-4-26b-a4b-it", "glm-4.5-air", "glm-4.7-flash", "minimax-m2", "olmo-3-7b-instruct",
+    "qwen3-vl-8b-instruct", "qwen3.6-35b-a3b",
+)  # fmt: skip
+"""Models that are the smallest of their family themselves, of which the table has no other."""
+SMALLEST = {row: model for model, rows in FAMILIES.items() for row in rows} | {model: model for model in ALONE}
 """Row of docs/families.md, by its first model -> the smallest published model of its family."""
 BF16 = (
     "smollm2-135m-instruct", "Qwen2.5-0.5B-Instruct", "gpt2", "Qwen3.5-0.8B", "granite-3.3-2b-instruct", "granite-3.0-1b-a400m-instruct",

@@ -78,6 +78,11 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """The log without timings and without the recipe, which names the folder."""
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(folder) if "recipe" not in line]
+
+
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_log(folder) if "loss" in line]
 

@@ -48,6 +48,7 @@ UNSET = {"head_dim": 8, "num_key_value_heads": 4}
 """Where a default configuration says None and its class does not take that."""
 KNOWN = {getattr(transformers, f"{name}Config").model_type: changes for name, changes in (CHAINS | REFUSED).values()}
 SECTIONS: Fields = {"rope_parameters": {"mrope_section": [2, 1, 1]}}
+SECTIONED = ("cosmos3_edge", "glm46v", "glm4v", "glm_ocr", "glmga", "hunyuan_vl", "qwen2_5_vl", "qwen2_vl")
 COMPASS: Fields = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2}
 CHANGES: dict[str, Fields] = KNOWN | {
@@ -56,7 +57,6 @@ CHANGES: dict[str, Fields] = KNOWN | {
     "chameleon": {"vocabulary_map": {"<image>": VOCAB - 1}},
     "cohere_compass": {"text_config": COMPASS},
     "cohere_compass_text": COMPASS,
-    "cosmos3_edge": {"text_config": SECTIONS},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 5], "num_experts_per_tok": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
@@ -66,19 +66,12 @@ CHANGES: dict[str, Fields] = KNOWN | {
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 16], "rope_parameters": {"mrope_section": [1, 1, 2]}}},
     "gemma3n_text": {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0]},
     "glm5_next": {"text_config": {"index_kpool": 4}},
-    "glm46v": {"text_config": SECTIONS},
-    "glm4v": {"text_config": SECTIONS},
     "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 0]}}},
-    "glm_ocr": {"text_config": SECTIONS},
-    "glmga": {"text_config": SECTIONS},
     "hrm_text": {"num_hidden_layers": 16, "num_layers_per_stack": 2},
-    "hunyuan_vl": {"text_config": SECTIONS},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 0]}, "vision_config": {"image_size": [16, 16]}},
     "paddleocr_vl": {"text_config": {"rope_parameters": {"mrope_section": [4, 2, 2]}}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": VOCAB - 1, "text_config": SECTIONS},
-    "qwen2_5_vl": {"text_config": SECTIONS},
-    "qwen2_vl": {"text_config": SECTIONS},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCAB - 1},
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
@@ -92,6 +85,7 @@ CHANGES: dict[str, Fields] = KNOWN | {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
+CHANGES |= dict.fromkeys(SECTIONED, {"text_config": SECTIONS})
 """Model type -> fields that its class needs otherwise, most of them since the default configuration leaves them out."""
 
 

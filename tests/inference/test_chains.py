@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import CHAINS, of_transformers, refused
-from families import Scripted, left_padded, prompts, random_drafter, say, unpadded
+from families import Scripted, left_padded, prompts, say, unpadded
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
@@ -19,7 +19,6 @@ from headstart.inference.engine.reader import ChainReader
 from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, chain
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.policy import Policy
-from headstart.inference.proposers import made
 from headstart.support.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -57,17 +56,6 @@ def test_the_text_is_that_of_transformers_in_fewer_passes(name: str) -> None:
         # Adaptive trees rest where passes of several tokens cost much more, as on a CPU without kernels.
         assert tree == "auto" or out.tau > 1.3
     assert say(heads, {"input_ids": rows[0][None]}, max_new_tokens=LENGTH, do_sample=False, speculate=False)[0].tolist() == truths[0]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_sampled_text_is_that_without_drafts(name: str) -> None:
-    on, rows = backbone(name), left_padded(prompts((9, 1, 14)))
-    options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": True, "temperature": 0.8, "seed": [3, 4, 5]}
-    plain = say(SpeculativeModel(on, capture="off"), rows, **options)
-    heads = SpeculativeModel(on, Scripted(on, unpadded(plain, rows), "nearly"), proposers=made("suffix"), capture="off")
-    assert torch.equal(say(heads, rows, tree=TreeShape(6, 1), **options), plain)
-    drafter = random_drafter("eagle3", on, depth=3)
-    assert torch.equal(say(SpeculativeModel(on, drafter, proposers=made(["suffix", "recycling"]), capture="off"), rows, **options), plain)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,9 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from chat_run import MANY_ENDS, make_chat_model, make_chat_recipe, read_rows, write_rows
-from chat_templates import CHATML, QWEN3, make_tokenizer
+from chat_templates import CHATML, QWEN3, make_samples, make_tokenizer
 from server import Reply, said, serving
-from tokenised import make_samples
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer

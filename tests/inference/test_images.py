@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from families import Scripted, random_drafter, say, texts, unpadded
-from image_models import FAMILIES, IMAGE, LAST, Picture, batch_of, image_backbone, image_model, make_image_model, of_class, prompt_of
+from image_models import FAMILIES, IMAGE, LAST, Picture, batch_of, image_backbone, image_model, make_image_model, prompt_of
 from PIL import Image
-from tiny_models import built
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -94,17 +93,6 @@ def test_a_conversation_continues_behind_its_images(family: str) -> None:
     other = torch.cat([prompt["input_ids"][:, :6], ids[:, 5:]], 1)  # another text before the last image
     with pytest.raises(UserError, match="places for image input that is not given"):
         say(of, also_written(prompt, other, pictures=False), past_key_values=cache, **HOW)
-
-
-def test_chains_behind_an_image_of_a_prompt_read_in_both_directions() -> None:
-    on = Backbone(built(of_class("paligemma", {}) | {"projection_dim": 32, "image_token_index": IMAGE}))
-    side, ids = on.model.config.vision_config.image_size, torch.tensor([[60] * 4 + prompt_of("gemma3", [6])["input_ids"][0].tolist()])
-    picture = {"pixel_values": Picture(1).pixels(1, 3, side, side), "token_type_ids": torch.zeros_like(ids)}
-    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **picture}
-    alone = on.model.generate(**prompt, **HOW)
-    right = SpeculativeModel(on, Scripted(on, alone.tolist(), "nearly"), capture="off")
-    out = say(right, prompt, return_dict_in_generate=True, tree=TREE, **HOW)
-    assert on.no_trees and torch.equal(out.sequences, alone) and max(out.accept_lengths[0]) > 1
 
 
 def test_passes_that_are_traced_take_the_positions_behind_images() -> None:

@@ -44,15 +44,8 @@ def law(of: SpeculativeModel, length: int, warpers: dict[str, Any]) -> dict[tupl
     for _ in range(length):
         prefixes = list(exact)
         ids = torch.cat([PROMPT.expand(len(prefixes), -1), torch.tensor(prefixes, dtype=torch.int64).view(len(prefixes), -1)], 1)
-        out = of.backbone.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=1,
-            do_sample=True,
-            output_scores=True,
-            return_dict_in_generate=True,
-            **warpers,
-        )
+        asked = {"max_new_tokens": 1, "do_sample": True, "output_scores": True, "return_dict_in_generate": True}
+        out = of.backbone.model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **warpers)
         probs = out.scores[0].softmax(-1).tolist()
         exact = {(*prefix, v): exact[prefix] * p for prefix, row in zip(prefixes, probs, strict=True) for v, p in enumerate(row) if p > 0}
     assert abs(sum(exact.values()) - 1) < 1e-4

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import DRAFTERS, FAMILIES, VOCAB, Scripted, backbone, heads, left_padded, prompts, random_drafter, say, unpadded
+from families import DRAFTERS, FAMILIES, VOCAB, Scripted, backbone, heads, left_padded, prompts, random_drafter, say, tiny, unpadded
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import headstart
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
@@ -156,15 +157,6 @@ def test_a_sequence_can_be_continued_from_any_position(family: str) -> None:
             assert torch.equal(say(of, {"input_ids": whole[:, :kept]}, max_length=9 + LENGTH, **options), whole)
 
 
-def test_a_small_draft_vocabulary_changes_nothing() -> None:
-    of = SpeculativeModel(backbone("llama"), random_drafter("eagle3", backbone("llama"), draft_vocab_size=20))
-    of.drafter.use_vocabulary(torch.arange(1, VOCAB, 3))
-    rows = left_padded(prompts())
-    for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
-        plain = say(of, rows, max_new_tokens=LENGTH, speculate=False, **options)
-        assert torch.equal(say(of, rows, max_new_tokens=LENGTH, **options), plain)
-
-
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_a_broken_drafter_changes_nothing(wrong: float) -> None:
     """Diverged heads write the same sequence, even if some or all of their logits are NaN or infinite."""
@@ -196,10 +188,6 @@ def test_constraints_know_the_text() -> None:
 
 def test_bf16_tokens_are_near_the_argmax() -> None:
     """Where a tree pass rounds differently from a single-token pass, a token misses the argmax by no more than bf16 misses fp32."""
-    from families import tiny
-
-    from headstart.heads.backbone.backbone import Backbone
-
     on = Backbone(tiny("llama").to(torch.bfloat16))
     of = SpeculativeModel(on, random_drafter("eagle3", on).to(torch.bfloat16))
     row = prompts((9,))[0][None]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from corrupting import a_logit, a_value, register
 from families import backbone, left_padded, prompts, random_drafter, say
+from recorded import a_logit, a_value, register
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from headstart.heads.backbone.backbone import Backbone

@@ -10,19 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import Noted, left_padded, prompts, random_drafter, say, tiny
+import transformers
+from families import Noted, in_training, left_padded, prompts, random_drafter, say, state, tiny
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from users_model import in_training, state
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone
@@ -154,11 +146,11 @@ def test_it_is_copied_pickled_and_saved_as_before(saved: Path, tmp_path: Path) -
 def trained(model: PreTrainedModel, folder: Path, steps: int) -> None:
     """Train with transformers' Trainer."""
     rows = [{"input_ids": prompt_T, "labels": prompt_T} for prompt_T in prompts((9, 9, 9, 9))]
-    settings = TrainingArguments(
+    settings = transformers.TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=2, learning_rate=0.02, report_to=[], save_strategy="no", seed=1,
         use_cpu=True, disable_tqdm=True, logging_strategy="no",
     )  # fmt: skip
-    Trainer(model, settings, train_dataset=rows).train()
+    transformers.Trainer(model, settings, train_dataset=rows).train()
 
 
 def test_training_goes_on_as_without_heads_and_is_noticed(saved: Path, tmp_path: Path) -> None:

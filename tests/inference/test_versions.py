@@ -7,8 +7,7 @@ import pytest
 import torch
 from families import prompts, random_drafter, say, tiny
 from torch import nn
-from transformers import DynamicCache, LlamaForCausalLM, LlamaModel
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers import DynamicCache
 
 import headstart
 from headstart.heads.backbone import model_config
@@ -23,42 +22,22 @@ OTHER = next(name for name in NAMES if name != CACHE)
 """The name in another version."""
 
 
-class OldModel(LlamaModel):
-    """A model of one's own, written for a version that names the cache `past_key_values`."""
+class Old:
+    """A module of one's own, written for a version that names the cache `past_key_values`."""
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        return super().forward(input_ids=input_ids, **options | {CACHE: past_key_values})
-
-
-class NewModel(LlamaModel):
-    """As `OldModel`, written for one that names it `cache`."""
-
-    def forward(self, input_ids: Any = None, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        return super().forward(input_ids=input_ids, **options | {CACHE: cache})
+    def forward(self, *given: Any, past_key_values: Any = None, **options: Any) -> Any:
+        return super().forward(*given, **options | {CACHE: past_key_values})  # type: ignore[misc]
 
 
-class OldAttention(LlamaAttention):
-    def forward(self, hidden_states: Any, past_key_values: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        return super().forward(hidden_states, **options | {CACHE: past_key_values})
+class New:
+    """The same for one that names it `cache`."""
+
+    def forward(self, *given: Any, cache: Any = None, **options: Any) -> Any:
+        return super().forward(*given, **options | {CACHE: cache})  # type: ignore[misc]
 
 
-class NewAttention(LlamaAttention):
-    def forward(self, hidden_states: Any, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        return super().forward(hidden_states, **options | {CACHE: cache})
-
-
-class OldWhole(LlamaForCausalLM):
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        return super().forward(input_ids=input_ids, **options | {CACHE: past_key_values})
-
-
-class NewWhole(LlamaForCausalLM):
-    def forward(self, input_ids: Any = None, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        return super().forward(input_ids=input_ids, **options | {CACHE: cache})
-
-
-def with_own(part: nn.Module, kind: type[nn.Module]) -> None:
-    part.__class__ = kind
+def with_own(part: nn.Module, kind: type[Old | New]) -> None:
+    part.__class__ = type(kind.__name__, (kind, type(part)), {})
 
 
 def test_the_cache_goes_under_the_name_that_transformers_has() -> None:
@@ -73,8 +52,8 @@ def test_the_cache_goes_under_the_name_that_transformers_has() -> None:
     assert [name for name in out if name in NAMES] == [name for name in plain if name in NAMES] == [CACHE]
 
 
-@pytest.mark.parametrize("kind", [OldModel, NewModel])
-def test_a_model_of_ones_own_takes_it_under_the_name_of_another_version(kind: type[LlamaModel]) -> None:
+@pytest.mark.parametrize("kind", [Old, New])
+def test_a_model_of_ones_own_takes_it_under_the_name_of_another_version(kind: type[Old | New]) -> None:
     model = tiny("llama")
     plain = model.generate(**ROW, **HOW)
     with_own(model.model, kind)
@@ -83,7 +62,7 @@ def test_a_model_of_ones_own_takes_it_under_the_name_of_another_version(kind: ty
 
 
 def test_layers_that_lose_it_are_refused_in_one_line() -> None:
-    own, other = (OldAttention, NewAttention) if CACHE == NAMES[1] else (NewAttention, OldAttention)
+    own, other = (Old, New) if CACHE == NAMES[1] else (New, Old)
     model = tiny("llama")
     for layer in model.model.layers:
         with_own(layer.self_attn, own)
@@ -101,7 +80,7 @@ def test_layers_that_lose_it_are_refused_in_one_line() -> None:
 
 def test_a_model_whose_own_loop_loses_it() -> None:
     """Headstart's loop calls the decoder; transformers' calls the model, which writes another text then."""
-    other = NewWhole if CACHE == NAMES[1] else OldWhole
+    other = New if CACHE == NAMES[1] else Old
     model = tiny("llama")
     plain, heads = model.generate(**ROW, **HOW), SpeculativeModel(Backbone(model), random_drafter("medusa", Backbone(model)), capture="off")
     with_own(model, other)

@@ -9,12 +9,19 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from documented import NOT_RUN, PAGES, ROOT, blocks, clear, commands, make_home, reason_not_run, shorter
 
 from headstart.cli.main import _parser, main
-from headstart.training.recipe.recipe import load_recipe
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.methods import build_drafter, methods
+from headstart.serving.engines import ENGINES, TABLE, Support
+from headstart.support.config import dotted_keys
+from headstart.support.hub import resolve
+from headstart.training.recipe.recipe import Recipe, load_recipe
 
 FAST = ('headstart generate --heads out/mine "Why is the sky blue?"',)
 ALL = commands()
@@ -89,3 +96,91 @@ def test_launched_commands_name_recipes_that_load(line: str) -> None:
     load_recipe(ROOT / recipe, overrides)
     configuration = re.search(r"--config_file (\S+)", line)
     assert configuration is None or (ROOT / configuration.group(1)).exists()
+
+
+# What the README says is so: its links, code, length and table of engines; workflows call pinned actions and targets of the Makefile.
+
+README = (ROOT / "README.md").read_text()
+METHODS_OF = {"block": ("dflash", "dspark", "domino"), "draft_model": ("draft_model", "pard")}
+"""The methods that engines tell apart, of kinds that hold several."""
+
+
+def test_it_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 160
+
+
+def test_links_and_paths_lead_somewhere() -> None:
+    paths = [*re.findall(r"\]\(([^)#:]+)[#)]", README), *re.findall(r"(?:recipes|benchmarks)/[\w./-]+\w", README)]
+    assert len(paths) > 8
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_python_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    build_drafter("eagle3", load_backbone("embedded"), {"depth": 3}).save_pretrained(tmp_path)
+    for page, least in ((README, 1), ((ROOT / "docs" / "decode.md").read_text(), 2)):
+        blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+        assert len(blocks) >= least
+        code = "".join(blocks).replace("Qwen/Qwen3-0.6B", resolve("embedded")).replace("out/mine", str(tmp_path))
+        code = code.replace("models/chat.Q4_K_M.gguf", resolve("embedded"))  # tests/heads/test_gguf.py reads such files
+        code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", code)
+        scope: dict[str, Any] = {}
+        exec(code, scope)
+        assert scope["out"].tau >= 1 and str(scope["out"].tau) in capsys.readouterr().out
+
+
+def test_its_table_names_every_kind_and_the_engines_that_read_it() -> None:
+    rows = {kind: cell for kind, cell in re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \|$", README, re.M)}
+    assert set(rows) == set(methods())
+    for kind, cell in rows.items():
+        names = METHODS_OF.get(kind, (kind,))
+        for engine, name in ENGINES.items():
+            entries = [TABLE.get((engine, method)) for method in names]
+            read = [entry for entry in entries if isinstance(entry, Support)]
+            if any(entry.until is None for entry in read):
+                assert name in cell, (kind, name)
+            elif name in cell:  # an older version: it must be said
+                assert any(entry.until is not None and f"{name} up to {entry.until}" in cell for entry in read), (kind, name)
+
+
+def test_every_recipe_key_is_documented() -> None:
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    keys = list(dotted_keys(Recipe))
+    assert len(keys) > 30
+    assert [key for key in keys if f"`{key}`" not in page] == []
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_make_and_pinned_actions(path: Path) -> None:
+    text = path.read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    ran = re.findall(r"^\s+- run: (.+)$", text, re.MULTILINE)
+    called = [re.fullmatch(r"make ([a-z-]+)( VERSIONS=\$\{\{ matrix\.versions \}\})?", line) for line in ran]
+    assert ran and all(match and match[1] in targets for match in called), ran
+    used = re.findall(r"uses: (\S+)", text)
+    assert used and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in used), used
+    assert re.search(r"^permissions:", text, re.MULTILINE)
+
+
+def test_the_versions_of_the_matrix_are_those_of_the_makefile() -> None:
+    tested = set(re.findall(r'versions: \[?"(\w+)"', (ROOT / ".github" / "workflows" / "ci.yml").read_text()))
+    assert tested == set(re.findall(r"^PINS_(\w+) :=", (ROOT / "Makefile").read_text(), re.MULTILINE)) == {"pinned", "oldest", "newest"}
+
+
+def test_the_oldest_versions_are_those_that_the_package_allows() -> None:
+    allowed = dict(re.findall(r'^    "([\w-]+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    oldest = dict(re.findall(r"^([\w-]+)==([\d.]+)\.\*$", (ROOT / ".github" / "oldest.txt").read_text(), re.MULTILINE))
+    oldest |= {"torch": re.findall(r"^TORCH_oldest \?= torch==([\d.]+)\.\*$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]}
+    assert len(oldest) > 5 and {name: allowed[name] for name in oldest} == {
+        name: version if "." in version else f"{version}.0" for name, version in oldest.items()
+    }
+
+
+def test_a_reader_finds_how_to_report_and_to_cite() -> None:
+    for name in ("SECURITY.md", "CITATION.cff", "CONTRIBUTING.md", ".pre-commit-config.yaml", ".github/pull_request_template.md"):
+        assert (ROOT / name).stat().st_size > 100, name
+    assert "@" not in (ROOT / "SECURITY.md").read_text(), "reports go through the platform"

@@ -7,17 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    QuantoConfig,
-    TorchAoConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 Load = Callable[[Path, Path], PreTrainedModel]
 """From the folder of a model in fp32 and an empty one."""
@@ -42,11 +35,11 @@ def read(folder: Path, config: Any = None) -> PreTrainedModel:
 
 
 def int8(threshold: float) -> Load:
-    return lambda folder, _: read(folder, BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold))
+    return lambda folder, _: read(folder, transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold))
 
 
 def nf4(folder: Path, _: Path) -> PreTrainedModel:
-    return read(folder, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32))
+    return read(folder, transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32))
 
 
 def torchao(name: str, granularity: str | None = None) -> Load:
@@ -54,13 +47,13 @@ def torchao(name: str, granularity: str | None = None) -> Load:
         from torchao import quantization
 
         given = {} if granularity is None else {"granularity": getattr(quantization, granularity)()}
-        return read(folder, TorchAoConfig(getattr(quantization, name)(**given)))
+        return read(folder, transformers.TorchAoConfig(getattr(quantization, name)(**given)))
 
     return load
 
 
 def quanto(kind: str) -> Load:
-    return lambda folder, _: read(folder, QuantoConfig(weights=kind))
+    return lambda folder, _: read(folder, transformers.QuantoConfig(weights=kind))
 
 
 def compressed(preset: str) -> Load:

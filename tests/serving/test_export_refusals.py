@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from engine_table import with_table
-from every_head import VARIANTS
 from exported import DV, KINDS, D, make_home, refused
-from families import random_drafter, tiny
+from families import VARIANTS, random_drafter, tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -12,12 +12,11 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from families import random_drafter, texts, tiny
+from families import random_drafter, state, texts, tiny
 from forked import Forked
 from safetensors.torch import load_file, save_file
 from small_run import make_recipe, read_log
 from transformers import AutoModelForCausalLM
-from users_model import state
 
 import headstart
 from headstart.cli.train import main
@@ -33,8 +32,6 @@ LORA = {
 }  # fmt: skip
 STEPS, ALONE, MICRO_BATCHES = 10, 4, 2
 """Steps of a run, those that train the heads alone, and forward passes of each."""
-
-
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 

@@ -9,23 +9,22 @@ from typing import Any
 
 import pytest
 from forked import Forked
-from small_run import make_recipe, read_log, train_once
+from small_run import make_recipe, numbers, read_log, train_once
 
+from headstart.cli.main import main as headstart
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
+from headstart.heads.eagle3 import Eagle3
 from headstart.training import evaluation
+from headstart.training.features.source import LiveFeatures
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.log import Log
+from headstart.training.setup import prepare
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 WEIGHTS = "medusa_lm_head.safetensors"
-
-
-def numbers(out: Path) -> list[dict[str, Any]]:
-    """The log without timings and without the recipe, which names the folder."""
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(out) if "recipe" not in line]
 
 
 def provenance(out: Path) -> dict[str, Any]:
@@ -183,11 +182,6 @@ def test_neither_trackers_nor_the_terminal_end_a_run(tmp_path: Path, monkeypatch
 def test_start_values_are_fitted_once_for_all_processes_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from headstart.cli.main import main as headstart
-    from headstart.heads.eagle3 import Eagle3
-    from headstart.training.features.source import LiveFeatures
-    from headstart.training.setup import prepare
-
     recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2}, train={"steps": 1})
     fresh = prepare(load_recipe(recipe, [f"save.dir={tmp_path}/live"])).drafter
     cached = [f"cache.dir={tmp_path}/cache", "cache.dtype=exact"]

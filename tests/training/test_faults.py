@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from families import backbone, random_drafter
-from faulty import broken_disk, faults, full_disk, killed, read_only
-from forked import Forked
+from forked import Forked, broken_disk, faults, full_disk, killed, read_only
 from safetensors import SafetensorError
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
+from headstart.heads import checkpoint
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter, read_metadata
@@ -103,15 +103,13 @@ class TestOneSave:
         self, two: tuple[Drafter, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A run saves between the reading of the metadata and that of the weights, and once between the check and the reading."""
-        from headstart.heads import checkpoint
-
         for name in ("file_hash", "load_file"):
-            folder, real = tmp_path / name, getattr(checkpoint, name)
+            folder, real, waiting = tmp_path / name, getattr(checkpoint, name), [two[1]]
             two[0].save_pretrained(folder, extra={"number": 1})
 
-            def read(path: Path, name: str = name, real: Callable = real, folder: Path = folder) -> Any:
-                monkeypatch.setattr(checkpoint, name, real)
-                two[1].save_pretrained(folder, extra={"number": 2})
+            def read(path: Path, real: Callable = real, folder: Path = folder, waiting: list[Drafter] = waiting) -> Any:
+                while waiting:
+                    waiting.pop().save_pretrained(folder, extra={"number": 2})
                 return real(path)
 
             monkeypatch.setattr(checkpoint, name, read)

@@ -27,7 +27,6 @@ from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.training.data.data import Sample
 from headstart.training.features import caching
-from headstart.training.features import caching as cache_writer
 from headstart.training.features.cached import FeaturesBetweenEpochs, keep_between_epochs
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.manifest import plan_shards, read_manifest
@@ -37,8 +36,6 @@ from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
 EAGLE = {"kind": "eagle3", "depth": 2}
-
-
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
@@ -100,7 +97,7 @@ def test_a_manifest_tells_what_it_is(whole: Path) -> None:
     assert content["samples"]["count"] == 36 and content["data"]["data.max_length"] == 64 and "tokenizer" in content["data"]
     assert not list((whole / "cache").glob(".*"))  # neither locks nor partial files
     manifest = read_manifest(whole / "cache")
-    assert manifest is not None and cache_writer.measured_errors(manifest)["hidden"] < 0.01
+    assert manifest is not None and caching.measured_errors(manifest)["hidden"] < 0.01
 
 
 @pytest.mark.parametrize(
@@ -202,7 +199,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch:
     assert main([*command, "--estimate", "--json", f"{tmp_path}/size.json"]) == 0
     size = json.loads((tmp_path / "size.json").read_text())
     assert f"{size['bytes'] / 1e6:.1f} MB, {size['bytes_per_token']:.0f} bytes per token, in 1 shards" in capsys.readouterr().err
-    monkeypatch.setattr(cache_writer.shutil, "disk_usage", lambda path: usage(9, 9, cache_writer.SPARE_BYTES + size["bytes"] - 1))
+    monkeypatch.setattr(caching.shutil, "disk_usage", lambda path: usage(9, 9, caching.SPARE_BYTES + size["bytes"] - 1))
     assert main(command) == 2
     assert "new needs 0.0 MB and the disk has 67.1 MB free; make room" in said(capsys) and not (tmp_path / "new").exists()
     monkeypatch.undo()

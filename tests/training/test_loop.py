@@ -20,8 +20,6 @@ from headstart.training.run.optimizer import Average, in_place_of_weights, learn
 from headstart.training.setup import prepare
 
 KINDS = [{"kind": "medusa", "depth": 2}, {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}]
-
-
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
@@ -88,8 +86,8 @@ def test_autocast_in_bf16_leaves_the_weights_in_fp32(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, train={"lr": 1e30, "schedule": "constant", "warmup_ratio": 0.0}, save={"every": 1})
     assert main([str(recipe)]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "at step 2" in errors[0] and "lower train.lr" in errors[0] and "step-00000001" in errors[0]
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert "at step 2" in error and "lower train.lr" in error and "step-00000001" in error
     assert [folder.name for folder in (tmp_path / "out" / "state").glob("step-*")] == ["step-00000001"]
     load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
 
@@ -174,9 +172,6 @@ def test_learning_rate(schedule: str, middle: float, last: float) -> None:
 
 STEPS = 8
 CONSTANT = {"steps": STEPS, "schedule": "constant", "warmup_ratio": 0.0, "ema_decay": 0.5}
-
-
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def test_the_average_follows_the_weights_and_replaces_them_in_a_block() -> None:

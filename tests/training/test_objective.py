@@ -8,15 +8,17 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from by_the_book import MIXED_TERMS, WHOLE_TERMS
-from every_head import every_head
-from guess import TinyDrafter, V, batch, chunked, learned, naive, run, small_backbone
+from families import every_head
+from guess import MIXED_TERMS, WHOLE_TERMS, Largest, TinyDrafter, V, batch, chunked, learned, naive, run, small_backbone
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
+from headstart.support.errors import UserError
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.objective import objective
+from headstart.training.objective.objective import Sums, objective, require_comparable
 from headstart.training.recipe.recipe import Objective
 
 
@@ -76,3 +78,121 @@ def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: d
     slow = naive(wanted, backbone, drafter, features, drafter(features))
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-10, atol=1e-10)
+
+
+# How the objective is computed: in chunks, each readout once, in which dtypes; and feature regression with or without a divergence.
+
+
+def test_logits_are_never_held_whole(backbone: Backbone) -> None:
+    """No readout covers more positions than a chunk; each runs once, the backbone's not once per depth; none runs in the backward pass."""
+    drafter = TinyDrafter(backbone, 3, None).double()
+    features = batch(backbone)
+    seen: list[int] = []
+    hook = backbone.unembed.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    sums = objective(FusedLoss(Objective(chunk_size=4), drafter), features, drafter(features))
+    assert drafter.largest == max(seen) == 4 and sum(seen) == learned(features)
+    sums.loss.backward()
+    assert sum(seen) == learned(features)
+    hook.remove()
+
+
+@pytest.mark.parametrize("terms", [*WHOLE_TERMS, MIXED_TERMS[1]], ids=str)
+def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone, terms: dict[str, float]) -> None:
+    drafter, features = TinyDrafter(backbone, 3, None).double(), batch(backbone)
+    sizes = []
+    for chunk in (4, 1000):
+        wanted, hidden = Objective(terms=terms, depth_weights="expected", chunk_size=chunk), drafter(features)
+        with Largest() as largest:
+            objective(FusedLoss(wanted, drafter), features, hidden).loss.backward()
+        sizes.append(largest.numbers)
+    assert sizes == [backbone.unembed.weight.numel(), learned(features) * V] and sizes[0] < sizes[1]  # the largest weight
+
+
+def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
+    drafter, features = TinyDrafter(backbone, 3, None).double(), batch(backbone)
+    sums = objective(FusedLoss(Objective(), drafter), features, drafter(features))
+    with torch.no_grad():
+        for a, b in zip(sums, objective(FusedLoss(Objective(), drafter), features, drafter(features)), strict=True):
+            assert not b.requires_grad and torch.equal(a, b)
+
+
+def test_a_frozen_readout_gets_no_gradient_and_a_frozen_body_lets_the_readout_learn(backbone: Backbone) -> None:
+    features = batch(backbone)
+    right = run(chunked, Objective(), backbone, drafter := TinyDrafter(backbone, 3, None).double(), features)
+    grads = dict(zip([name for name, _ in drafter.named_parameters()], right[len(Sums._fields) :], strict=True))
+    for frozen in (drafter.head, drafter.mix):
+        drafter.requires_grad_(True)
+        frozen.requires_grad_(False)
+        drafter.zero_grad()
+        objective(FusedLoss(Objective(), drafter), features, drafter(features)).loss.backward()
+        for name, parameter in drafter.named_parameters():
+            assert (parameter.grad is not None) == parameter.requires_grad
+            if parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad, grads[name])
+
+
+class Feature(TinyDrafter):
+    """Like EAGLE-1: its states stand in for the backbone's and are read out by the backbone's output layer."""
+
+    def __init__(self, backbone: Backbone, depth: int = 3, vocabulary: Tensor | None = None) -> None:
+        super().__init__(backbone, depth, vocabulary)
+        self.mix = torch.nn.ModuleList(torch.nn.Linear(backbone.dim, backbone.dim) for _ in range(depth))
+        del self.head, self.correction
+
+    own_readout = False
+
+    def forward_dense(self, features: Features) -> list[Tensor]:
+        return [3 * drafted_BTD for drafted_BTD in super().forward_dense(features)]  # both sides of the bend of smooth L1
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        logits = self.backbone.readout(hidden)
+        return logits if self.vocabulary is None else logits[..., self.vocabulary]
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(1, 53, 2)], ids=["whole", "draft"])
+@pytest.mark.parametrize("terms", [{"features": 1.0}, {"features": 1.0, "kl": 0.1}], ids=str)
+def test_regression_with_a_divergence_same_as_naive(backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None) -> None:
+    torch.manual_seed(2)
+    drafter, features = Feature(backbone, 3, vocabulary).double(), batch(backbone)
+    wanted = Objective(terms=terms, chunk_size=7)
+    results = [run(way, wanted, backbone, drafter, features) for way in (naive, chunked)]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+class Wrapped(Feature):
+    """Has the backbone's width and a readout of its own that happens to equal the backbone's."""
+
+    own_readout = True
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        self.own = torch.nn.Parameter(backbone.unembed.weight.clone())
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        return hidden @ self.own.T
+
+
+def test_only_states_that_the_backbone_reads_are_compared_with_its_own(backbone: Backbone) -> None:
+    for vocabulary in (None, torch.arange(1, 53, 2)):
+        require_comparable(Feature(backbone, 3, vocabulary).double())
+    others: list[Drafter] = [build_drafter(kind, backbone, {}) for kind in ("medusa", "eagle3")]
+    for drafter in [*others, TinyDrafter(backbone, 2, None), Wrapped(backbone)]:
+        with pytest.raises(UserError, match=f"objective.terms.features.*but {type(drafter).__name__} has a readout of its own.*leave"):
+            require_comparable(drafter.double())
+
+
+@pytest.mark.parametrize("weights", ["geometric", "expected"])
+@pytest.mark.parametrize("terms", [*WHOLE_TERMS, MIXED_TERMS[1]], ids=str)
+def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[str, float], weights: str) -> None:
+    """bf16 readouts of fp32 weights, whose gradients are fp32."""
+    torch.manual_seed(2)
+    backbone = small_backbone(torch.float32)
+    drafter, features = TinyDrafter(backbone, 3, None), batch(backbone)
+    exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk_size=7), backbone, drafter, features)  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = run(chunked, wanted, backbone, drafter, features)
+    assert {grad.dtype for grad in rounded[len(Sums._fields) :]} == {torch.float32}
+    torch.testing.assert_close(rounded[0], exact[0].double(), rtol=0.02, atol=0.02)
+    for a, b in zip(rounded[len(Sums._fields) :], exact[len(Sums._fields) :], strict=True):
+        assert (a - b).norm() < 0.2 * b.norm()  # the gradient of tv jumps where q crosses p

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from by_the_book import mixture
-from every_head import following
-from families import FAMILIES, VOCAB, backbone, random_drafter, texts
-from guess import small_backbone
+from families import FAMILIES, VOCAB, backbone, following, random_drafter, texts
+from guess import mixture, small_backbone
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone

@@ -14,8 +14,6 @@ from headstart.cli.train import main
 WANTED = {"terms": {"ce": 0.1, "lk": 1.0}, "depth_weights": "expected", "chunk_size": 50}
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 TRAIN = {"steps": 4, "batch_size": 5, "optimizer": "muon", "ema_decay": 0.9}
-
-
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 

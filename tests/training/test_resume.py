@@ -4,11 +4,10 @@ import json
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import Forked
-from small_run import error_line, make_recipe, read_log, train_once
+from small_run import error_line, make_recipe, numbers, read_log, train_once
 
 from headstart.cli.train import main
 
@@ -16,8 +15,6 @@ STEPS, DEATH = 20, 9
 MICRO_BATCHES = 3
 """Forward passes per step."""
 WEIGHTS = "model.safetensors"
-
-
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
@@ -46,11 +43,6 @@ def out(whole: Path, tmp_path: Path) -> Path:
 
 def states(out: Path) -> list[Path]:
     return sorted((out / "state").iterdir())
-
-
-def numbers(out: Path) -> list[dict[str, Any]]:
-    """The log without timings and without the recipe, which names the folder."""
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(out) if "recipe" not in line]
 
 
 def recipe_for(whole: Path, out: Path, *changes: str) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from server import Change, StatesServer, states_server
 from small_run import error_line as said
 from small_run import losses, make_recipe
 from torch import Tensor
-from vllm_of_states import Change, StatesServer, states_server
 
 from headstart.cli.main import main
 from headstart.cli.train import main as train

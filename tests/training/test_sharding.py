@@ -31,8 +31,6 @@ SMALL = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hid
          "initializer_range": 0.3, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 """The environment set by ``accelerate launch --use_fsdp --fsdp_version 2``; its launcher itself would look for GPUs."""
-
-
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 

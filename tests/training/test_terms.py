@@ -5,7 +5,7 @@ Shape suffixes: C positions of a chunk, V draft vocabulary.
 
 import pytest
 import torch
-from by_the_book import MIXED_TERMS, WHOLE_TERMS, mixture, smooth_l1
+from guess import MIXED_TERMS, WHOLE_TERMS, mixture, smooth_l1
 from torch import Tensor
 
 from headstart.training.objective.terms import (

@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from server import StatesServer, states_server
 from small_run import error_line as said
 from small_run import losses, make_recipe, read_log
 from torch import Tensor
 from transformers import PreTrainedModel
-from vllm_of_states import StatesServer, states_server
 
 from headstart.cli.main import main
 from headstart.cli.train import main as train

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 import torch
+from chat_run import talker
 from families import backbone, build, prompts, random_drafter, tiny
-from talker import talker
 from transformers import GenerationConfig
 
 from headstart.chat.prompts import Prompt, Prompter

@@ -1,23 +1,28 @@
 """The check before training: how many answers are tokenised as they are written, and an error that says which is not, and why."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
-from chat_run import conversations, make_chat_model, make_chat_recipe
-from chat_templates import CHATML, OPENING, PLAIN, QWEN3, make_tokenizer
+from chat_run import conversations, make_chat_model, make_chat_recipe, write_rows
+from chat_templates import CHATML, OPENING, PLAIN, QWEN3, make_samples, make_tokenizer
 from tokenizers import normalizers
 from webpage import Reader
 
 from headstart.chat import conversation
+from headstart.chat.messages import read_conversation
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.training.data.check import ROWS
 from headstart.training.data.data import load_data
 from headstart.training.data.kept import Splits
+from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data
+from headstart.training.regenerate.items import Conversation, Response, read_items
 
 
 def loaded(folder: Path, rows: list[dict[str, Any]], tokenizer: Any = None, **data: Any) -> Splits:
@@ -122,3 +127,132 @@ def test_train_and_inspect_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [value for _, name, value in shown.attributes if name == "title"] == [str(one["token"]) for one in written["sample"]]
     classes = {value for tag, name, value in shown.attributes if (tag, name) == ("span", "class")}
     assert {"a", "soft", "soft unused"} <= classes and "12 of 12 answers" in shown.words
+
+
+# What a row says beside its text: nulls of tables, turns and tokens that are not to be learned, and fields that nothing reads.
+
+
+def called(name: str, arguments: dict[str, Any], **properties: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    said = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "ok"},
+    ]
+    return {"messages": said, "tools": [tool]}
+
+
+CALLED = [
+    called("weather", {"city": "Oslo", "places": [{"x": 1}]}, city={"type": "string"}),
+    called("add", {"a": 2, "value": 3, "places": [{"y": 2}]}, a={"type": "integer"}, value={"type": "integer", "minimum": 0}),
+]
+
+
+def read(source: Path) -> list[Any]:
+    return [read_conversation(row, "messages", "x") for row in read_rows(str(source))]
+
+
+def test_rows_of_tables_are_those_of_lines(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(CALLED)
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    table.to_json(tmp_path / "table.jsonl")  # lines with the table's nulls, which its schemas betray
+    write_rows(tmp_path / "rows.jsonl", CALLED)
+    assert "null" in (tmp_path / "table.jsonl").read_text()
+    want = read(tmp_path / "rows.jsonl")
+    assert want[0][0][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo", "places": [{"x": 1}]}
+    for name in ("rows.parquet", "saved", "table.jsonl"):
+        assert read(tmp_path / name) == want, name
+
+
+def test_nulls_of_lines_are_values_and_contents_of_tables_stay(tmp_path: Path) -> None:
+    own = called("f", {"unit": None}, unit={"type": ["string", "null"], "default": None})
+    own["messages"][1]["content"] = None
+    write_rows(tmp_path / "rows.jsonl", [own])
+    ((messages, tools),) = read(tmp_path / "rows.jsonl")
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"unit": None} and messages[1]["content"] is None
+    assert tools[0]["function"]["parameters"]["properties"]["unit"]["default"] is None
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": None}]
+    datasets.Dataset.from_list([{"conversations": turns}]).to_parquet(tmp_path / "turns.parquet")
+    assert read_rows(str(tmp_path / "turns.parquet")) == [{"conversations": turns}]
+
+
+def talk(**mark: Any) -> list[dict[str, Any]]:
+    turns = [("user", "Two and two?"), ("assistant", "Five, I think."), ("user", "Sure?"), ("assistant", "Four.")]
+    return [{"role": role, "content": text} | (mark if i == 1 else {}) for i, (role, text) in enumerate(turns)]
+
+
+def labels(row: dict[str, Any]) -> tuple[str, str]:
+    tokenizer = make_tokenizer(CHATML)
+    (sample,), _ = make_samples([row], tokenizer, Data(train="x"), source="x")
+    return tokenizer.decode(sample.tokens), tokenizer.decode(sample.tokens[sample.loss_mask])
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}, {"masked": True}])
+def test_a_marked_turn_is_read_and_not_learned(mark: dict[str, Any]) -> None:
+    text, learned = labels({"messages": talk(**mark)})
+    assert "Five, I think." in text and "Five" not in learned and "Four." in learned
+    ((name, value),) = mark.items()
+    assert "Five" in labels({"messages": talk(**{name: 1 - value})})[1], "the other value"
+
+
+def test_a_turn_of_half_a_weight_is_refused() -> None:
+    with pytest.raises(UserError, match="row 1, turn 1: weight is 0 or 1, whether the turn is learned; got 0.5"):
+        labels({"messages": talk(weight=0.5)})
+
+
+def test_regenerating_keeps_a_marked_turn() -> None:
+    (item,) = read_items([{"messages": talk(weight=0)}], Data(train="x"), "x")
+    assert isinstance(item, Conversation) and [one["role"] for one in item.messages] == ["user", "assistant", "user"]
+    item.add_response(Response({"role": "assistant", "content": "4"}))
+    new = item.result()
+    assert new is not None and not item.pending and new["messages"] == [*talk(weight=0)[:3], {"role": "assistant", "content": "4"}]
+
+
+IDS = [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("masks", "learned"),
+    [
+        ({"labels": [-100, -100, 7, 8, -100]}, [7, 8]),
+        ({"completion_mask": [0, 0, 1, 1, 1]}, [7, 8, 9]),
+        ({"completion_mask": [0, 1, 1, 1, 1], "assistant_masks": [1, 0, 1, 1, 0]}, [7, 8]),
+        ({"loss_mask": [0, 0, 1, 1, 1], "labels": [-100, 6, 7, -100, 9]}, [7, 9]),
+        ({"loss_mask": [0, 1, 1, 1, 1], "attention_mask": [0, 1, 1, 1, 1]}, [6, 7, 8, 9]),
+    ],
+)
+def test_every_mask_counts(masks: dict[str, Any], learned: list[int]) -> None:
+    for row in ({"input_ids": IDS} | masks, {"input_ids": [IDS]} | {name: [mask] for name, mask in masks.items()}):
+        (sample,), _ = make_samples([row], make_tokenizer(CHATML), Data(train="x"), source="x")
+        assert sample.tokens[sample.loss_mask].tolist() == learned
+        assert sample.tokens.tolist() == [token for token, real in zip(IDS, masks.get("attention_mask", [1] * 5), strict=True) if real]
+
+
+def test_labels_of_other_tokens_are_refused() -> None:
+    with pytest.raises(UserError, match="labels is a list of the tokens of input_ids, or -100 for those not to learn, one for each"):
+        make_samples([{"input_ids": IDS, "labels": [6, 7, 8, 9, -100]}], make_tokenizer(CHATML), Data(train="x"), source="x")
+
+
+def test_what_nothing_reads_is_named_at_every_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    extra = {
+        "chat_template_kwargs": {"enable_thinking": False},
+        "documents": [],
+        "loss_mask": [1],
+        "absent": None,
+        "system": "Be brief.",
+        "row": 3,
+    }
+    rows = [{"messages": talk(train_detail=[], name="x")} | extra, {"messages": [talk()[0] | {"train": True}, *talk()[1:]]}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    for _ in range(2):  # the second one takes the tokens of the first
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "headstart"):
+            load_data(Data(train=str(tmp_path / "rows.jsonl"), eval_rows=0), make_tokenizer(CHATML), 4096, progress=False)
+        fields = "chat_template_kwargs, documents, loss_mask, train of a turn that is not the assistant's, train_detail"
+        assert caplog.messages == [f"rows have fields that are not read: {fields}"]
+    write_rows(tmp_path / "plain.jsonl", [json.loads(json.dumps({"messages": talk(weight=0), "tools": []}))])
+    caplog.clear()
+    load_data(Data(train=str(tmp_path / "plain.jsonl"), eval_rows=0), make_tokenizer(CHATML), 4096, progress=False)
+    assert not caplog.messages

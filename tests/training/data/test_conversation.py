@@ -1,8 +1,7 @@
 """Conversations: the exact label tokens under templates of every style, and every kind of malformed row."""
 
 import pytest
-from chat_templates import CHATML, GEMMA, LLAMA3, PHI3, QWEN3, TURNS, VICUNA, chat, make_tokenizer
-from tokenised import make_samples
+from chat_templates import CHATML, GEMMA, LLAMA3, PHI3, QWEN3, TURNS, VICUNA, chat, make_samples, make_tokenizer
 
 from headstart.chat.messages import read_messages
 from headstart.support.errors import UserError

@@ -13,11 +13,10 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from chat_templates import CHATML, TURNS, VICUNA, chat, make_tokenizer
+from chat_templates import CHATML, TURNS, VICUNA, chat, make_samples, make_tokenizer
 from forked import Forked
 from safetensors.torch import save_file
 from small_run import make_recipe
-from tokenised import make_samples
 
 import headstart
 from headstart.cli import main as command

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from chat_run import make_chat_model
+from chat_run import read_rows as rows_of
 from chat_templates import CHATML, GEMMA
 
 from headstart.cli.main import main
@@ -57,10 +58,6 @@ def ask(talker: Path, tmp_path: Path) -> Callable[..., int]:
         return main([*command, "--json", str(tmp_path / "result.json")])
 
     return ask
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def result(folder: Path) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from server import said, serving
+from server import StatesServer, said, serving, states_server
 from small_run import make_recipe
 from test_endpoint import ask as ask_server  # noqa: F401
 from test_regenerate import ask, dialogues, result, rows_of, talker  # noqa: F401
-from vllm_of_states import StatesServer, states_server
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone

@@ -10,8 +10,7 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
-from chat_templates import CHATML, TURNS, chat, make_tokenizer
-from tokenised import make_samples
+from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
 
 from headstart.chat.messages import read_messages
 from headstart.chat.prompts import Prompter, read_prompts
