@@ -100,7 +100,7 @@ test-all: $(INSTALLED)
 	$(MAKE) test-versions VERSIONS=newest
 
 ACROSS := heads/backbone heads/draft_model heads/hybrid heads/window inference/arguments inference/beam inference/chains inference/continued \
-  inference/custom_generate inference/generate inference/lossless inference/offloaded inference/refusals inference/users_model \
+  inference/custom_generate inference/generate inference/lossless inference/offloaded inference/users_model \
   inference/users_objects inference/versions serving/export serving/import serving/verify \
   training/adapter training/draft_model_training training/loop headstart/chat headstart/cli project/every_model
 test-versions: $(INSTALLED)

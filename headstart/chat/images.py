@@ -140,16 +140,10 @@ def as_parts(messages: Sequence[Message]) -> list[Message]:
 
 def for_server(messages: Sequence[Message], where: str) -> list[Message]:
     """Return messages with their images as OpenAI's API takes them. Raises UserError, which begins with ``where``."""
-
-    def part(one: Any) -> Any:
-        if one["type"] != "image":
-            return one
-        return {"type": "image_url", "image_url": {"url": inline(one["image"], f"{where}: image")}}
-
-    return [
-        message | {"content": [part(one) for one in content]} if isinstance(content := message["content"], list) else message
-        for message in messages
-    ]
+    sent = copy.deepcopy([*messages])
+    for part in image_parts(sent):
+        part |= {"type": "image_url", "image_url": {"url": inline(part.pop("image"), f"{where}: image")}}
+    return sent
 
 
 class PartsTemplate(Template):

@@ -53,7 +53,7 @@ FAULTS = (
     Fault("each epoch in the same order", "training/data/batches.py",
           'Random(f"{seed}/{epoch}")', 'Random(f"{seed}")', "training/data/test_data.py"),
     Fault("moments are lost on resuming", "training/run/checkpoint.py",
-          "if names[parameter] in moments:", "if False:", "training/test_resume.py"),
+          '{"state": state, "param_groups"', '{"state": {}, "param_groups"', "training/test_resume.py"),
     Fault("warm-up a step late", "training/run/optimizer.py",
           "train.peak_lr * step / warmup", "train.peak_lr * (step - 1) / warmup", "training/test_optimizer.py"),
     Fault("cached states in half as many steps", "training/features/codec.py", "amax(1) / 127)", "amax(1) / 63)", "training/test_codec.py"),
