@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.chat.images import inline, shown
 from headstart.chat.template import template_hash
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.head_only import final_norm
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.errors import UserError
 from headstart.support.terminal import Section, labelled, page
@@ -164,9 +165,11 @@ def layer_name(backbone: Backbone, tap: int) -> str:
 
 
 def norm_name(backbone: Backbone) -> str | None:
-    """Return the name of the final norm, whose output is the final hidden state."""
-    norms = [child for child in backbone.base.children() if "norm" in type(child).__name__.lower()]
-    return _name(backbone, norms[-1]) if norms else None
+    """Return the name of the final norm, whose output is the final hidden state; None: there is none."""
+    try:
+        return _name(backbone, final_norm(backbone.model))
+    except UserError:
+        return None
 
 
 def _name(backbone: Backbone, module: nn.Module) -> str:

@@ -180,9 +180,9 @@ def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None,
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Return the norm after the last layer: the last one that stands beside the layers. Raises UserError if there is none."""
-    named = [(f"{name} {type(child).__name__}".lower(), child) for name, child in decoder_of(model).named_children()]
-    norms = [child for name, child in named if "norm" in name or name.startswith("ln_f ")]
+    """Return the norm after the last layer: ``norm``, or the last one that stands beside the layers. Raises UserError if there is none."""
+    children = {name: child for name, child in decoder_of(model).named_children() if "embedding" not in name}
+    norms = [name for name, child in children.items() if "norm" in f"{name} {type(child).__name__}".lower() or name == "ln_f"]
     if not norms:
         raise UserError(f"{type(model).__name__} has no norm after its last layer that can be found; load it whole (cache.dir=null)")
-    return norms[-1]
+    return children["norm" if "norm" in norms else norms[-1]]

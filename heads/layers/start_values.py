@@ -49,11 +49,10 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
 
     Raises UserError for a shape that cannot be built.
     """
-    stated: dict[str, Any] = backbone.config.to_dict()
-    config = {key: value[-1] if isinstance(value, list) and value else value for key, value in stated.items()}  # Gemma-3n has one a layer
+    config: dict[str, Any] = backbone.config.to_dict()
     given = {} if shape is None else shape.model_dump(exclude_none=True)
     heads: int = config.get("num_attention_heads") or getattr(backbone.config, "num_attention_heads", None) or max(backbone.dim // 64, 1)
-    kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim")
+    kv_heads, width, inner = config.get("num_key_value_heads") or heads, config.get("head_dim"), config.get("intermediate_size")
     if backbone.dim % heads:  # as GLM-4.5's 96 in 5,120 or GLM-4.7-Flash's 20 in 2,048, which engines refuse in a Llama's layer
         most = backbone.dim // (width or backbone.dim // heads)
         heads = next(count for count in range(most, 0, -1) if backbone.dim % count == 0)
@@ -72,7 +71,7 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
         return LlamaConfig(
             vocab_size=backbone.vocab,
             hidden_size=backbone.dim,
-            intermediate_size=intermediate_size or config.get("intermediate_size") or 4 * backbone.dim,
+            intermediate_size=intermediate_size or (inner[-1] if isinstance(inner, list) else inner) or 4 * backbone.dim,
             num_hidden_layers=1,
             max_position_embeddings=backbone.max_positions or 2048,
             bos_token_id=config.get("bos_token_id"),

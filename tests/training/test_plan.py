@@ -9,6 +9,7 @@ import torch
 from families import build as build_model
 from small_run import make_recipe
 from test_hybrid import CONFIGS
+from tiny_models import tiny_model
 
 from headstart.cli.main import main
 from headstart.support.errors import UserError
@@ -48,6 +49,13 @@ def planned(small: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     assert main(["plan", str(small), *arguments, "--json", str(file)]) == 0
     report: dict[str, Any] = json.loads(file.read_text())
     return report
+
+
+def test_a_model_that_asks_whether_its_numbers_are_numbers(small: Path, tmp_path: Path) -> None:
+    """Gemma 3n takes a threshold from torch's normal distribution, which checks its parameters."""
+    tiny_model("gemma3n_text").save_pretrained(tmp_path / "model")
+    report = planned(small, tmp_path, f"backbone.path={tmp_path / 'model'}", "data.train=not/here", "--no-calibration")
+    assert report["memory"]["fits"] and report["memory"]["phases"][TARGET_FORWARD]["backbone activations"] > 10_000
 
 
 def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

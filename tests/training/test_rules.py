@@ -139,7 +139,7 @@ def test_new_recipe_gives_one_that_trains(name: str, method: str, tmp_path: Path
     assert re.fullmatch(refusal, capsys.readouterr().err)
     assert main([*command, "--overwrite"]) == 0
     said = capsys.readouterr().out
-    assert f"wrote     {out}" in said and out.read_text() in said and "fits      " in said
+    assert f"wrote     {out}" in said and out.read_text() in said and "fits      " in said and "largest   " not in said
     assert json.loads((tmp_path / "x.json").read_text())["peak"] > 0
     short = ["data.eval_rows=4", "train.epochs=null", "train.steps=2", "eval.prompts=1", "eval.max_new_tokens=4"]
     recipe = load_recipe(out, [*short, f"save.dir={tmp_path / 'out'}"])

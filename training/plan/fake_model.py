@@ -87,6 +87,8 @@ class FakeValues(TorchFunctionMode):
             return _Kernel.apply(False, *args[:2])
         if func is torch.Tensor.detach:
             func(*args)  # the mode refers to an operation's first result, and a module could then not be moved, as PEFT does
+        if func is torch._is_all_true:  # of distributions, whose parameters are checked: Gemma-3n takes a threshold from one
+            return True
         if func is torch.Tensor.item:
             return 0.0 if args[0].is_floating_point() else 0
         if func is torch.Tensor.__int__:
