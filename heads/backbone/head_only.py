@@ -181,8 +181,9 @@ def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None,
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """Return the norm after the last layer: ``norm``, or the last one that stands beside the layers. Raises UserError if there is none."""
-    children = {name: child for name, child in decoder_of(model).named_children() if "embedding" not in name}
+    children = dict(decoder_of(model).named_children())
     norms = [name for name, child in children.items() if "norm" in f"{name} {type(child).__name__}".lower() or name == "ln_f"]
+    norms = [name for name in norms if name not in ("layernorm_embedding", "embeddings_layer_norm")]  # of BART's kin and ProphetNet
     if not norms:
         raise UserError(f"{type(model).__name__} has no norm after its last layer that can be found; load it whole (cache.dir=null)")
     return children["norm" if "norm" in norms else norms[-1]]

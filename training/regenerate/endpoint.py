@@ -118,8 +118,7 @@ class Endpoint:
         given = {"chat_template": self.recipe.data.chat_template, "chat_template_kwargs": variables}  # as vLLM takes them
         prompt = {"messages": for_server(item.messages, f"row {item.row + 1}")} | ({} if tools is None else {"tools": tools})
         prompt |= {key: one for key, one in given.items() if one}
-        path = "/chat/completions"
-        raw = self._ask(path, item, prompt, "message")
+        raw = self._ask("/chat/completions", item, prompt, "message")
         if pictured := bool(image_parts(item.messages)):  # servers may give an image other numbers of tokens than the processor here
             raw = replace(raw, prompt=(), answer=())
         fields = raw.message if isinstance(raw.message, dict) else {}
@@ -128,7 +127,7 @@ class Endpoint:
             kept["reasoning_content"] = thoughts
         content = fields.get("content")
         if not isinstance(content, str | None) or not isinstance(kept.get("reasoning_content", ""), str):
-            raise UserError(f"{self.url}{path} {self.client.no_protocol(raw.message)}")
+            raise UserError(f"{self.url}/chat/completions {self.client.no_protocol(raw.message)}")
         # Without an answer, the reasoning, which this server does not return, did not end.
         error = "truncated" if content is None and not kept else raw.error
         message = {"role": ASSISTANT, "content": content, **kept}
