@@ -6,7 +6,7 @@
 # make test-all               every test, those marked slow too (about 25 minutes on two cores), then test-versions with the oldest and the newest
 # make test-versions          of the fast tests those that depend most on other libraries: VERSIONS=oldest make test-versions, or with the `newest`
 # make test-models    every class of transformers' causal and image-text models as a tiny random one: the same text with drafts, or one line
-#              (ten minutes; goes on where it was stopped; `VERSIONS=newest make test-models` shows what a release brought)
+#              (twenty minutes, images too; goes on where it was stopped; `VERSIONS=newest make test-models` shows what a release brought)
 # make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind
 # make wheel   both wheels, in dist, and its test in an environment of its own
 # make docs    the documentation as a site, in out/site
