@@ -212,7 +212,7 @@ class Backbone:
         differentiable = bool(self.trainable) and torch.is_grad_enabled()
         mode = partial(self._mode, differentiable, attention_mask is not None)
         again = recomputed_layers(self.layers, mode) if self.recomputing and differentiable and cache is None else nullcontext()
-        with torch.set_grad_enabled(differentiable), mode(), again, tapped(self.layers, taps, self.dim) as kept:
+        with torch.set_grad_enabled(differentiable), mode(), again, tapped(self.layers, taps, (*tokens_BT.shape, self.dim)) as kept:
             given = {"position_ids": positions_BT} if images is None else images.of_text(tokens_BT.shape[1])
             given |= {self._cache: cache, "use_cache": cache is not None}
             out = self.base(input_ids=tokens_BT, attention_mask=mask, **given)

@@ -6,7 +6,7 @@ Recomputed layers (gradient checkpointing) keep their inputs alone, and compute 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from headstart.support.errors import UserError
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _within: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("what is computed again", default=nullcontext)
@@ -107,28 +109,27 @@ def stream(layer: nn.Module, output: Any, dim: int) -> Tensor:
     return hidden if hidden.shape[-1] == dim else hidden.unflatten(-1, (-1, dim)).mean(2)  # Qwen-4's stand side by side
 
 
-def last_run(layers: nn.ModuleList, tap: int) -> int:
-    """Return the last of the first ``tap`` layers that reads text alone: Mllama's cross attention runs for images only."""
-    return next((number for number in range(tap, 0, -1) if not hasattr(layers[number - 1], "cross_attn")), 0)
-
-
 @contextmanager
-def tapped(layers: nn.ModuleList, taps: tuple[int, ...], dim: int) -> Iterator[dict[int, Tensor]]:
-    """Collect the residual stream, ``dim`` wide, after each of the ``taps`` layers (0: the embedding) while a model runs in this thread."""
+def tapped(layers: nn.ModuleList, taps: tuple[int, ...], shape: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the residual stream ``[B, T, D]`` after each of the ``taps`` layers (0: the embedding) in this thread. Raises UserError."""
     kept: dict[int, Tensor] = {}
     thread = threading.get_ident()
 
     def after(tap: int, layer: nn.Module, args: tuple, output: Any) -> None:
         if threading.get_ident() == thread:
-            kept[tap] = stream(layer, output, dim)
+            found = kept[tap] = stream(layer, output, shape[-1])
+            if (*found.shape,) != (*shape,):  # as XLNet's and CPM-Ant's
+                said = f"{type(layer).__name__} gives states {[*found.shape]} for {[*shape]}, so heads cannot read layers of this model"
+                raise UserError(f"{said}; train heads that read none, such as medusa or hydra")
 
     def before(tap: int, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         after(tap, layer, args, args[0] if args else kwargs["hidden_states"])
 
     with ExitStack() as handles:
         for tap in taps:
-            if number := last_run(layers, tap):
-                handle = layers[number - 1].register_forward_hook(partial(after, tap))
+            run = [layer for layer in layers[:tap] if not hasattr(layer, "cross_attn")]  # Mllama's cross attention is for images only
+            if run:
+                handle = run[-1].register_forward_hook(partial(after, tap))
             else:
                 handle = layers[0].register_forward_pre_hook(partial(before, tap), with_kwargs=True)
             handles.callback(handle.remove)

@@ -12,6 +12,7 @@ from families import FAMILIES, LAYERS, SIZES, backbone, build, texts, tiny
 from plain.base import Target
 from safetensors.torch import load_file, save_file
 from shrink import shrunk
+from tiny_models import tiny_model
 from transformers import Gemma2PreTrainedModel
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
@@ -254,3 +255,11 @@ def test_masks_that_are_not_followed_are_named_in_16_bits_too(dtype: torch.dtype
         layer.self_attn.register_forward_pre_hook(lambda _, inputs, given: (inputs, given | {"attention_mask": None}), with_kwargs=True)
     with pytest.raises(UserError, match="LlamaForCausalLM does not follow a 4-D attention mask"):
         Backbone(model)
+
+
+def test_states_of_layers_that_are_not_one_for_each_token_are_refused() -> None:
+    """XLNet's have time before rows."""
+    on = Backbone(tiny_model("xlnet"), trees=False)
+    assert on.read(texts(1, 9)).hidden_BTD.shape == (1, 9, on.dim)
+    with pytest.raises(UserError, match=r"XLNetLayer gives states \[9, 1, 32\] for \[1, 9, 32\], so heads cannot read layers"):
+        on.read(texts(1, 9), taps=(1,))

@@ -47,8 +47,8 @@ class Transformers(StatesServer):
     def _read(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
         kept: list[Tensor] = []
         handle = final_norm(self.model).register_forward_pre_hook(lambda module, args: kept.append(args[0]))
-        count = self.model.config.num_hidden_layers
-        with torch.no_grad(), tapped(decoder_layers(self.model, count), self.layers[:-1], self.model.config.hidden_size) as taps:
+        count, shape = self.model.config.num_hidden_layers, (1, len(tokens), self.model.config.hidden_size)
+        with torch.no_grad(), tapped(decoder_layers(self.model, count), self.layers[:-1], shape) as taps:
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
             found = [taps[layer][0] for layer in self.layers[:-1]]
         handle.remove()
