@@ -77,9 +77,8 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
 
 @waiting("counting memory")
 def plan(recipe: Recipe, machine: Machine, tflops: float | None = None, search: bool = True) -> dict[str, Any]:
-    """Return the plan as JSON, but for what `timed` adds. Raises UserError.
-
-    ``tflops``, each device's peak: with a duration; ``search``: with the largest batch and length (without: only where it does not fit).
+    """Return the plan as JSON, but for what `timed` adds; with ``tflops``, each device's peak, a duration too; without ``search``, the
+    largest batch and length only where it does not fit. Raises UserError.
     """
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {tflops:g}")
