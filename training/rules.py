@@ -30,6 +30,7 @@ from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import VOCABULARY_KEY, Recipe
 from headstart.training.recipe.sections import Data
 from headstart.training.recipe.yaml_text import dump_yaml, merged, read_extended
+from headstart.training.run.start import CPU_DEPTH, CPU_VOCABULARY
 
 Tree = dict[str, Any]
 METHODS = ("eagle3", "peagle", "block", "medusa", "medusa2", "hydra", "eagle", "mlp", "mtp", "draft_model")
@@ -41,8 +42,10 @@ HELD: int = Data.model_fields["eval_rows"].default
 """Rows of the user's own that are held out where there are plenty."""
 SHARED = "recipes/shared"
 DRAFT_VOCAB = 32_000
-CPU_KINDS, CPU_VOCABULARY, CPU_DEPTH, CPU_SHARE = ("eagle", "eagle3"), 8192, 4, 0.5
+CPU_KINDS, CPU_SHARE = ("eagle", "eagle3"), 0.5
 """On a CPU, heads that pass through one layer for each depth draft of fewer tokens and depths, which are trained at fewer positions."""
+CPU_ROWS, CPU_ANSWERS = 4, {"max_new_tokens": 256, "unfinished": "keep", "batch_size": 32}
+"""On a CPU: rows of a step over a file, and how the model answers, for as many tokens as possible in the time that there is."""
 BATCH_TOKENS = 32_768
 RATE_WIDTH, AUTO_WIDTH = 4096, 1024
 WIDE = 8192
@@ -129,7 +132,8 @@ def propose(facts: ModelFacts, method: str, machine: Machine, data: str | None =
     section, length = own_data(preset), min(LONG if facts.thinks else LENGTH, facts.context)
     values: Tree = {
         "backbone": {"path": facts.path}, "drafter": _drafter(facts, method, machine), "data": {**section, "max_length": length},
-        "regenerate": {"temperature": 0.7, "max_new_tokens": length // 2}, "train": _train(facts, part, preset, length, machine),
+        "regenerate": {"temperature": 0.7, "max_new_tokens": length // 2} | ({} if machine.accelerator else CPU_ANSWERS),
+        "train": _train(facts, part, preset, length, machine),
         "save": {"dir": f"out/{facts.name}/{method}"},
     }  # fmt: skip
     if machine.accelerator:
@@ -173,9 +177,11 @@ def _train(facts: ModelFacts, part: Tree, preset: str, length: int, machine: Mac
     train: Tree = {"epochs": PASSES if machine.accelerator else CPU_PASSES}
     if preset in ROWS or preset == TEXT:
         train = {"steps": max(100, round(PASSES * steps / 100) * 100)}
-    published = part["train"]["lr"]
-    rate = "auto" if facts.width < AUTO_WIDTH else float(f"{published * max(1, RATE_WIDTH / facts.width):.1e}")
-    train |= {} if "batch_size" in part["train"] else {"batch_size": rows}
+    short, published = "epochs" in train and not machine.accelerator, part["train"]["lr"]
+    automatic = short or facts.width < AUTO_WIDTH  # published rates are for ten times as many steps
+    rate = "auto" if automatic else float(f"{published * max(1, RATE_WIDTH / facts.width):.1e}")
+    rows = min(rows, CPU_ROWS) if short else rows
+    train |= {} if rows == part["train"].get("batch_size") else {"batch_size": rows}
     train["micro_batch"] = min(max(1, rows // machine.processes), 1 << (max(1, tokens // length).bit_length() - 1))
     return train if rate == published else {**train, "lr": rate}
 

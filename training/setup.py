@@ -223,7 +223,8 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
     recipe, accelerator, backbone, train = run.recipe, run.accelerator, run.backbone, run.recipe.train
     tokens, rows = splits.stats.tokens, run.feed.rows
     full = tokens / (rows * recipe.data.max_length)
-    advised = advice(train, run.feed.steps, accelerator.num_processes) if run.done == 0 else None
+    drafters, processes, gpu = [one.drafter for one in run.trainers], accelerator.num_processes, accelerator.device.type != "cpu"
+    advised = advice(recipe, drafters, run.feed.steps, rows, processes, gpu) if run.done == 0 else None
     packed = f"; packed into {rows:,} rows of {recipe.data.max_length:,}, {full:.1%} full" if recipe.data.packing else ""
     return "\n".join((
         f"backbone  {recipe.backbone.path}: {type(backbone.model).__name__}, {backbone.num_layers} layers of {backbone.dim}, "
@@ -238,7 +239,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         *([] if cache_summary is None else [f"features  {cache_summary}"]),
         f"training  {run.feed.steps:,} steps of {train.batch_size} {'rows' if packed else 'samples'}, "
         f"about {train.batch_size * tokens / rows:,.0f} tokens; precision {train.precision}, "
-        f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''} on {accelerator.device.type}"
+        f"{processes} process{'es' if processes > 1 else ''} on {accelerator.device.type}"
         f"{', sharded (FSDP2)' if accelerator.is_fsdp2 else ''}",
         *(f"chosen    {f'{one.name}: ' if one.name else ''}{one.chosen}" for one in run.trainers if one.chosen.values),
         *([] if advised is None else [f"advice    {advised}"]),

@@ -12,7 +12,6 @@ from pathlib import Path
 from headstart.cli.arguments import BATCH, HEADS, add_loading, add_no_compile, add_recipe, count
 from headstart.support.errors import UserError
 from headstart.support.files import require_writable, write_json, write_text
-from headstart.support.text import read_text
 
 NEW_RECIPE_EXAMPLE = """examples:
   headstart new-recipe embedded --data my_chats.jsonl --out recipe.yaml
@@ -68,7 +67,11 @@ def new_recipe(args: argparse.Namespace) -> int:
     report = plan(parse(Recipe, proposal.tree), machine, args.tflops, search=False)  # half of the time, for what `headstart plan` says
     write_text(out, proposal.text())
     print(f"wrote     {out}\n", proposal.text(), *lines(report), sep="\n")
-    print(f"next      headstart train {out}; heads accept more if they learn the backbone's own answers: headstart regenerate first")
+    answers = out.with_name(f"{out.stem}-answers.jsonl")
+    print(
+        f"next      headstart regenerate {out} regenerate.out={answers}    # heads learn best from the model's own answers",
+        f"          headstart train {out} data.train={answers}", sep="\n",
+    )  # fmt: skip
     write_json(args.json, {"recipe": str(out), "peak": report["memory"]["peak"], "values": proposal.tree})
     return 0
 
@@ -87,8 +90,7 @@ PLAN_EXAMPLE = """examples:
 INSPECT_EXAMPLE = """examples:
   headstart inspect recipes/quickstart/eagle3.yaml --row 3
   headstart inspect out/quickstart/eagle3 --json heads.json"""
-SCHEMA_EXAMPLE = """in a clone:
-  headstart schema --out recipes/schema.json --tables docs/recipe.md"""
+SCHEMA_EXAMPLE = "example: headstart schema --out recipe-schema.json"
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
@@ -207,20 +209,16 @@ def inspect(args: argparse.Namespace) -> int:
 
 def add_schema(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the schema there")
-    parser.add_argument("--tables", type=Path, metavar="FILE", help="renew the tables of this Markdown page")
 
 
 def schema(args: argparse.Namespace) -> int:
-    """Print the JSON schema of recipes or write it to a file; with ``--tables``, update the tables of a Markdown page."""
-    from headstart.training.recipe.schema import recipe_schema, with_tables
+    """Print the JSON schema of recipes, or write it to a file."""
+    from headstart.training.recipe.schema import recipe_schema
 
     require_writable("--out", args.out)
-    require_writable("--tables", args.tables)
-    if args.tables:
-        write_text(args.tables, with_tables(read_text("--tables", args.tables)))
     if args.out:
         write_json(args.out, recipe_schema())
-    elif not args.tables:
+    else:
         print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
     return 0
 

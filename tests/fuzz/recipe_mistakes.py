@@ -127,6 +127,3 @@ def places() -> Iterator[Mistake]:
         ):
             value = place.strip("'\"").replace("\\0", "\0").replace("\\ud800", "\ud800")
             yield Mistake(f"{flag[0]} {flag[-1]} {place[:40]}", [*flag, value], prepare=prepare)
-    yield Mistake("schema --tables of a binary", ["schema", "--tables", "x.md"], {"x.md": b"\xff\xfe"})
-    yield Mistake("schema --tables of nothing", ["schema", "--tables", "nothing.md"])
-    yield Mistake("schema --tables of a page without marks", ["schema", "--tables", "x.md"], {"x.md": "# page\n"})

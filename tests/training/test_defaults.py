@@ -9,15 +9,16 @@ import pytest
 import torch
 from families import backbone
 from small_run import make_recipe, read_log
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headstart.cli.main import main as command
 from headstart.cli.train import main
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
 from headstart.support.devices import bf16_instructions
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch
-from headstart.training.recipe.recipe import Train, load_recipe
+from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.optimizer import MuonAdamW
 from headstart.training.run.start import ADAPTED, advice, choose, learning_rate
 from headstart.training.setup import prepare
@@ -105,12 +106,32 @@ def test_few_large_steps_are_named(small: Path, tmp_path: Path, capsys: pytest.C
     report = tmp_path / "plan.json"
     assert command(["plan", str(small), "train.epochs=4", "train.batch_size=8", "--no-calibration", "--json", str(report)]) == 0
     assert line[0] in capsys.readouterr().out and line[0] == f"advice    {json.loads(report.read_text())['advice']}"
-    assert advice(Train(epochs=1.0, batch_size=64), 150, 4) == (
+
+
+def test_what_brings_more_in_the_same_time_is_said(small: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    wide = Backbone(LlamaForCausalLM(LlamaConfig(vocab_size=20_000, **sizes)))
+
+    def said(changes: str, steps: int, processes: int = 1, rows: int = 1000, gpu: bool = True, **drafter: int) -> str | None:
+        recipe = load_recipe(small, [f"train={{{changes}}}"])
+        return advice(recipe, [build_drafter("eagle3", wide, drafter)] if drafter else [], steps, rows, processes, gpu)
+
+    assert said("epochs: 1, batch_size: 64", 150, 4) == (
         "150 steps are few: train.batch_size=16 makes 600 of the same text, and heads learn more from it"
     )
-    assert "train.batch_size=4 " in str(advice(Train(epochs=1, batch_size=8, micro_batch=4), 40, 1)), "a multiple of the micro-batch"
-    assert advice(Train(batch_size=8), 300, 1) is advice(Train(batch_size=1), 10, 1) is advice(Train(batch_size=8), 40, 8) is None
-    assert advice(Train(steps=40, batch_size=8), 40, 1) is None, "the recipe has chosen"
+    assert "train.batch_size=4 " in str(said("epochs: 1, batch_size: 8, micro_batch: 4", 40)), "a multiple of the micro-batch"
+    assert said("batch_size: 8", 300) is said("batch_size: 1", 10) is said("batch_size: 8", 40, 8) is None
+    assert said("steps: 40, batch_size: 8", 40) is None, "the recipe has chosen"
+    assert (
+        said("steps: 52000, batch_size: 8", 52_000) == "52,000 steps read the same 1,000 rows 416 times: train.epochs=4 reads them 4 times"
+    )
+    assert said("steps: 2000, batch_size: 8", 2000) is said("epochs: 416, batch_size: 8", 52_000) is None
+    assert said("epochs: 4", 500, gpu=False, depth=7) == (
+        f"7 depths of 20,000 tokens are for a GPU; headstart new-recipe {load_recipe(small).backbone.path} "
+        f"--data {load_recipe(small).data.name} writes a recipe that trains faster on a CPU"
+    )
+    assert said("epochs: 4", 500, depth=7) is said("epochs: 4", 500, gpu=False, depth=3) is None
+    assert said("epochs: 4", 500, gpu=False, depth=7, draft_vocab_size=8192) is None
 
 
 def test_a_run_that_goes_on_for_longer_keeps_what_was_chosen(small: Path) -> None:

@@ -255,3 +255,8 @@ def test_on_a_cpu_steps_are_short() -> None:
     assert small["depth"] == 4 and "draft_vocab_size" not in small
     assert drafter("medusa", vocab=49_152)["depth"] == 4 and "draft_vocab_size" not in drafter("medusa", vocab=49_152)
     assert drafter(machine=GPU, vocab=49_152)["depth"] == 7
+    mine, of_gpu = (propose(FACTS, "eagle3", machine, "someone/rows").tree for machine in (cpu, GPU))
+    assert (mine["train"]["lr"], mine["train"]["batch_size"], mine["train"]["epochs"]) == ("auto", 4, 4)
+    assert (of_gpu["train"]["lr"], of_gpu["train"]["batch_size"], of_gpu["train"]["epochs"]) == (1e-4, 16, 2)
+    assert mine["regenerate"] == of_gpu["regenerate"] | {"max_new_tokens": 256, "unfinished": "keep", "batch_size": 32}
+    assert propose(FACTS, "medusa", cpu, "someone/rows").tree["train"]["batch_size"] == 4

@@ -96,6 +96,7 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None, search: 
     memory_plan = MemoryPlan(recipe, models, machine.accelerator, holds_gradients, machine.processes)
     peak = memory_plan.step(size)
     gguf, dtype = find_gguf(recipe.backbone.path), models.backbone.dtype
+    tokens, drafters, processes = _tokens(recipe, samples, machine.processes), models.drafters.values(), machine.processes
     report: dict[str, Any] = {
         "gguf": None if gguf is None else {**gguf.provenance, "memory": gguf.memory(dtype), "summary": gguf.described(dtype)},
         "decoding": models.backbone.refusal,
@@ -107,11 +108,10 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None, search: 
         },
         "fits": _fits(memory_plan, peak, size, machine, models.backbone.max_positions) if search or peak.peak > machine.usable else None,
         "disk": disk(recipe, models, samples, machine),
-        "tokens": _tokens(recipe, samples, machine.processes),
+        "tokens": tokens, "chosen": _chosen(recipe, models, tokens),
+        "advice": None if samples is None else advice(recipe, drafters, tokens["steps"], tokens["rows"], processes, machine.accelerator),
     }  # fmt: skip
     report["memory"]["advice"] = None if report["memory"]["fits"] else _advice(recipe, peak, report, machine)
-    report["chosen"] = _chosen(recipe, models, report["tokens"])
-    report["advice"] = None if samples is None else advice(recipe.train, report["tokens"]["steps"], machine.processes)
     report["data_unavailable"] = splits if isinstance(splits, str) else None
     report["estimate"] = None if tflops is None else _estimate(memory_plan, size, share, report["tokens"]["steps"], tflops)
     return report

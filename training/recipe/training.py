@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from typing import Annotated, Any, Literal, Self
@@ -203,6 +204,8 @@ class Regenerate(StrictModel):
     """The .jsonl file that ``headstart regenerate`` writes: the prompts of ``data.train`` with the backbone's own answers."""
     limit: PositiveInt | None = None
     """Maximum number of rows to answer; null: as many as ``data.limit`` allows."""
+    hours: Annotated[float, Gt(0)] | None = None
+    """Ask no more rows after this time, and write what was answered; rows are then asked in random order. Each start has it anew."""
     samples: PositiveInt = 1
     """Answers to each row, each sampled with a seed of its own: for few prompts. Above 1 every temperature is above 0."""
     temperature: Temperature | Annotated[tuple[Temperature, ...], MinLen(1)] = (0.0, 1.0)
@@ -238,6 +241,11 @@ class Regenerate(StrictModel):
     def temperatures(self) -> tuple[float, ...]:
         """Those that rows take."""
         return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+
+    @property
+    def seconds(self) -> float:
+        """``hours`` in seconds; infinite without them."""
+        return math.inf if self.hours is None else 3600 * self.hours
 
     @model_validator(mode="after")
     def _check(self) -> Self:

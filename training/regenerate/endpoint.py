@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 import re
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from headstart.chat.conversation import Chat
@@ -76,7 +77,8 @@ class Endpoint:
             self._tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
             if not self._tokenizer.is_fast:
                 raise UserError(f"the tokenizer of {where.path} is a slow one, which cannot cut a text; take one with a tokenizer.json")
-        pool, queue = ThreadPoolExecutor(self.settings.concurrency), iter(items)
+        until = time.monotonic() + self.settings.seconds
+        pool, queue = ThreadPoolExecutor(self.settings.concurrency), takewhile(lambda _: time.monotonic() < until, items)
         under_way: set[Future[Item]] = set()
         answered = refused = 0
         try:

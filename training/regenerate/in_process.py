@@ -7,6 +7,7 @@ Shape suffix: T positions.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
@@ -72,20 +73,22 @@ class InProcess:
 
     def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
         """Yield each item when it is no longer pending (see `Endpoint.respond`). Conversations that have started go first."""
-        for temperature in dict.fromkeys(self.settings.temperatures):
+        temperatures, start = dict.fromkeys(self.settings.temperatures), time.monotonic()
+        for number, temperature in enumerate(temperatures, 1):
             waiting = deque(item for item in items if item.temperature(self.settings, self.seed) == temperature)
-            yield from self._respond(waiting, temperature, wrote)
+            until = start + self.settings.seconds * number / len(temperatures)
+            yield from self._respond(waiting, temperature, until, wrote)
 
     def report(self) -> dict[str, Any]:
         """Return the mean acceptance length (tau) and the acceptance rate per depth."""
         return {"tau": self.tally.tau, "acceptance_per_depth": self.tally.acceptance_per_depth}
 
-    def _respond(self, waiting: deque[Item], temperature: float, wrote: Callable[[int], None]) -> Generator[Item]:
-        """Yield each item of one temperature when it is no longer pending."""
+    def _respond(self, waiting: deque[Item], temperature: float, until: float, wrote: Callable[[int], None]) -> Generator[Item]:
+        """Yield each item of one temperature when it is no longer pending; after ``until`` only those that have started."""
         settings, over = self.settings, list[Item]()  # those that need no answer, or get none
 
         def take() -> Prompt | None:
-            while waiting:
+            while waiting and (waiting[0].turns or time.monotonic() < until):
                 item = waiting.popleft()
                 prompt = self._prompt(item) if item.pending else None
                 if isinstance(prompt, Prompt):

@@ -57,15 +57,17 @@ def write_answers(recipe: Recipe, compile_first: bool = False) -> dict[str, Any]
     responder = _responder(recipe, keeper, compile_first)
     with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:
         missing = [item for item in items if item.row not in partial.offsets]
+        missing.sort(key=lambda item: item.row if settings.hours is None else item.seed(recipe.seed))
         before, start = partial.counts["tokens"], time.perf_counter()
         _answer(responder, missing, partial, len(items))
         seconds, tokens = time.perf_counter() - start, partial.counts["tokens"] - before
         written = partial.finish()
-        counts, detail, set_aside = partial.counts, partial.detail, partial.set_aside
+        counts, detail, set_aside, asked = partial.counts, partial.detail, partial.set_aside, len(partial.offsets)
     report = {
-        "out": str(out), "rows": len(items), "rows_written": written, "rows_dropped": len(items) - written, "turns": counts["turns"],
-        "tokens": counts["tokens"], **{error: counts[error] for error in ERRORS}, "rows_resumed": len(items) - len(missing),
-        "set_aside": set_aside, "seconds": seconds, "tokens_per_second": tokens / seconds, **responder.report(),
+        "out": str(out), "rows": len(items), "rows_written": written, "rows_dropped": asked - written, "rows_not_asked": len(items) - asked,
+        "turns": counts["turns"], "tokens": counts["tokens"], **{error: counts[error] for error in ERRORS},
+        "rows_resumed": len(items) - len(missing), "set_aside": set_aside, "seconds": seconds, "tokens_per_second": tokens / seconds,
+        **responder.report(),
     }  # fmt: skip
     _print(report, recipe, detail)
     if keeper is not None:
@@ -153,6 +155,7 @@ def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
         f"{report['tokens']:,} tokens",
         *(f"          {report[error]:,} rows had {text}" for error, text in errors.items()),
         *([f"          {report['rows_dropped']:,} rows had no whole answer and were dropped"] if report["rows_dropped"] else []),
+        *([f"          {report['rows_not_asked']:,} rows were not asked in time (regenerate.hours)"] if report["rows_not_asked"] else []),
         *_said_of_tokens(report),
         f"speed     {report['tokens_per_second']:,.1f} tokens/s{tau}",
         f"next      train with data.train={report['out']}{reset}{f' cache.dir={recipe.cache.dir}' if _caches(recipe) else ''}",

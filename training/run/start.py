@@ -9,7 +9,7 @@ extrapolation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,6 +20,7 @@ from accelerate.utils import is_bf16_available, parse_flag_from_env
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata, require_sizes
+from headstart.heads.eagle3 import Eagle3
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.heads.warm_start import WarmStart, read_warm_start, require_kind
 from headstart.support.errors import naming
@@ -28,7 +29,7 @@ from headstart.training.data.batches import FORWARD_TOKENS, batches_by_length, c
 from headstart.training.data.data import LabelCounts, most_frequent
 from headstart.training.data.samples import Sample
 from headstart.training.features.source import FeatureSource, dtype_in_training, read_config
-from headstart.training.recipe.recipe import Recipe, Train, split_drafter
+from headstart.training.recipe.recipe import Recipe, split_drafter
 from headstart.training.run.processes import is_sharded
 
 WIDTH, STEP_TOKENS, STEPS = 128, 512, 300
@@ -40,6 +41,10 @@ WIDTH_EXPONENT, TOKENS_EXPONENT, STEPS_EXPONENT, LONG_EXPONENT = -1.0, 0.25, -0.
 HIGHEST = 3e-2
 FEW_STEPS, ENOUGH_STEPS = 300, 600
 """A run of fewer steps than the first learns much more from the same text in as many as the second (measured with EAGLE-3)."""
+MANY_PASSES, PASSES = 20, 4
+"""A recipe's steps that read the same text as often as the first are meant for more of it; the second is enough for little."""
+CPU_DEPTH, CPU_VOCABULARY = 4, 8192
+"""What heads that compute the logits of a vocabulary of their own for every depth draft on a CPU (docs/train.md)."""
 ADAPTED = 0.3
 """Factor of the learning rate where training goes on from weights that were trained before."""
 AUTO = "auto"
@@ -105,8 +110,16 @@ def learning_rate(optimizer: str, width: int, step_tokens: float, steps: int, ad
     return float(f"{min(rate, HIGHEST) * (ADAPTED if adapted else 1.0):.2g}")
 
 
-def advice(train: Train, steps: int, processes: int) -> str | None:
-    """Return what to set for more and smaller steps over the same text, where a run has few and ``train.steps`` is not given; else None."""
+def advice(recipe: Recipe, drafters: Iterable[Drafter], steps: int, rows: int, processes: int, accelerator: bool) -> str | None:
+    """Return what to set so that heads learn more in the same time; None where nothing is known. ``rows``: of the training data."""
+    train = recipe.train
+    for one in drafters if not accelerator else ():
+        if isinstance(one, Eagle3) and one.depth * one.draft_vocab > 2 * CPU_DEPTH * CPU_VOCABULARY:
+            command = f"headstart new-recipe {recipe.backbone.path} --data {recipe.data.name}"
+            return f"{one.depth} depths of {one.draft_vocab:,} tokens are for a GPU; {command} writes a recipe that trains faster on a CPU"
+    passes = steps * train.batch_size / max(rows, 1)
+    if train.steps is not None and passes > MANY_PASSES:
+        return f"{steps:,} steps read the same {rows:,} rows {passes:,.0f} times: train.epochs={PASSES} reads them {PASSES} times"
     unit = math.lcm(processes, train.micro_batch or 1)
     size = max(train.batch_size * steps // ENOUGH_STEPS // unit, 1) * unit
     if train.steps is not None or steps >= FEW_STEPS or size >= train.batch_size:

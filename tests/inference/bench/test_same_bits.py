@@ -80,15 +80,21 @@ def test_the_settings_of_the_demo_change_no_token(dtype: Any, capture: BackendNa
         assert torch.equal(say(heads, rows, **options), say(plain, rows, **options)), (text, sample)
 
 
+def zigzag(prefix: int, nodes: int, slots: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask of a tree whose nodes have their parents two before them."""
+    mask = torch.full((1, 1, nodes, slots), torch.finfo(dtype).min, dtype=dtype)
+    mask[..., :prefix] = 0
+    for node in range(nodes):
+        mask[..., node, prefix + node % 2 : prefix + node + 1 : 2] = 0
+    return mask
+
+
 @pytest.mark.parametrize("slots", [128, 1088])
 def test_attention_in_fp32_has_the_bits_of_the_plain_step(slots: int) -> None:
     torch.manual_seed(0)
-    nodes, prefix, least = 9, slots - 30, torch.finfo(torch.float32).min
+    nodes, least = 9, torch.finfo(torch.float32).min
     query, keys, values = (torch.randn(1, heads, count, 64) for heads, count in ((9, nodes), (3, slots), (3, slots)))
-    mask = torch.full((1, 1, nodes, slots), least)
-    mask[..., :prefix] = 0
-    for node in range(nodes):  # a node's parent is two before it
-        mask[..., node, prefix + node % 2 : prefix + node + 1 : 2] = 0
+    mask = zigzag(slots - 30, nodes, slots, torch.float32)
     together = attend_exactly(query, keys, values, mask)
     for node in range(nodes):
         own = (mask[0, 0, node] == 0).nonzero()[:, 0]
@@ -110,12 +116,9 @@ def test_large_batches_keep_fewer_logits(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("prefix", [60, 150, 700, 1500])
 def test_attention_of_a_node_does_not_depend_on_its_tree(prefix: int) -> None:
     torch.manual_seed(0)
-    nodes, least = 9, torch.finfo(torch.bfloat16).min
+    nodes = 9
     query, keys, values = (torch.randn(1, heads, prefix + nodes, 64).bfloat16() for heads in (6, 2, 2))
-    query, mask = 2 * query[:, :, -nodes:], torch.full((1, 1, nodes, prefix + nodes), least).bfloat16()
-    mask[..., :prefix] = 0
-    for node in range(nodes):  # a node's parent is two before it
-        mask[..., node, prefix + node % 2 : prefix + node + 1 : 2] = 0
+    query, mask = 2 * query[:, :, -nodes:], zigzag(prefix, nodes, prefix + nodes, torch.bfloat16)
     together = attend_exactly(query, keys, values, mask)
     expected = attend(query.float(), keys.float(), values.float(), mask.float())
     assert torch.allclose(together.float(), expected, rtol=0.01, atol=0.002)

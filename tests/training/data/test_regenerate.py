@@ -118,6 +118,18 @@ def test_rows_take_one_of_several_temperatures(ask: Any, tmp_path: Path) -> None
     assert [row["messages"] for row in rows_of(tmp_path / "order.jsonl")] == [mixed[5], mixed[0]], "whatever the order of the rows"
 
 
+def test_what_was_answered_in_time_is_written(ask: Any, tmp_path: Path, capsys: Any) -> None:
+    rows = [{"messages": turns(f"What is {i}?")} for i in range(60)]
+    assert ask(rows, "regenerate.hours=1e-5", "regenerate.batch_size=2", "regenerate.unfinished=keep", *SAMPLED) == 0
+    answered, report = [row["row"] for row in rows_of(tmp_path / "new.jsonl")], result(tmp_path)
+    assert 0 < len(answered) < 60 and answered != [*range(len(answered))], "in random order"
+    assert (report["rows_written"], report["rows_not_asked"], report["rows_dropped"]) == (len(answered), 60 - len(answered), 0)
+    assert f"{report['rows_not_asked']} rows were not asked in time (regenerate.hours)" in capsys.readouterr().err
+    assert ask(None, *SAMPLED, "regenerate.unfinished=keep", out="all.jsonl") == 0 and result(tmp_path)["rows_not_asked"] == 0
+    every = rows_of(tmp_path / "all.jsonl")
+    assert [every[row] for row in answered] == rows_of(tmp_path / "new.jsonl")
+
+
 def test_what_cannot_be_asked_is_dropped_counted_and_named(ask: Any, tmp_path: Path, capsys: Any) -> None:
     rows = [{"messages": turns("Hi")}, {"messages": turns("two three " * 99)}, {"messages": turns("Hi", "a")[1:]}, {"messages": []}]
     wrong = [{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from recipe_tables import with_tables
 from small_run import make_recipe
 from test_recipe import LEAST
 
@@ -14,12 +15,12 @@ from headstart.heads.methods import methods
 from headstart.support.config import dotted_keys
 from headstart.support.errors import UserError
 from headstart.training.recipe.recipe import Recipe, load_recipe
-from headstart.training.recipe.schema import recipe_schema, with_tables
+from headstart.training.recipe.schema import recipe_schema
 from headstart.training.recipe.yaml_text import read_extended, read_yaml
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in ("accelerate", "shared"))
-RENEW = "run: headstart schema --out recipes/schema.json --tables docs/recipe.md"
+RENEW = "run: headstart schema --out recipes/schema.json, python tests/helpers/recipe_tables.py docs/recipe.md"
 
 
 def faults(value: Any) -> list[Any]:
@@ -68,14 +69,9 @@ def test_the_schema_knows_every_drafter_and_allows_others() -> None:
 
 
 def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- table: log -->\nold\n<!-- end of table -->\nafter\n")
     assert main(["schema"]) == 0 and json.loads(capsys.readouterr().out) == recipe_schema()
-    assert main(["schema", "--out", str(tmp_path / "schema.json"), "--tables", str(page)]) == 0
+    assert main(["schema", "--out", str(tmp_path / "schema.json")]) == 0
     assert json.loads((tmp_path / "schema.json").read_text()) == recipe_schema()
-    assert "old" not in page.read_text() and "| `log.every` | a whole number of at least 1 | `10` |" in page.read_text()
-    with pytest.raises(UserError, match="no table 'lgo'"):
-        with_tables("<!-- table: lgo -->\n<!-- end of table -->")
 
 
 def write(path: Path, text: str) -> Path:

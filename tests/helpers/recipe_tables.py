@@ -1,0 +1,70 @@
+"""The tables of recipe keys in docs/recipe.md; ``python tests/helpers/recipe_tables.py docs/recipe.md`` writes them anew."""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from headstart.heads.layers.start_values import LayerShape
+from headstart.heads.methods import find_drafter, methods
+from headstart.heads.own_readout import ShortlistConfig
+from headstart.support.config import describe
+from headstart.support.files import write_text
+from headstart.training.recipe.recipe import DrafterOptions, Recipe
+from headstart.training.recipe.sections import Lora
+
+TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.S)
+
+
+def with_tables(page: str) -> str:
+    """The Markdown ``page`` with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew.
+
+    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.layer``, ``drafter.shortlist``, or ``drafter.KIND``.
+    """
+    return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}<!-- end of table -->", page)
+
+
+def _table(name: str) -> str:
+    section, _, kind = name.partition(".")
+    if name == "recipe":
+        return _rows("", Recipe)
+    if section == "drafter" and kind in methods():
+        return _rows("drafter.", find_drafter(kind).Config)
+    parts: dict[str, Any] = {"backbone.lora": Lora, "drafter": DrafterOptions}
+    parts |= {"drafter.layer": LayerShape, "drafter.shortlist": ShortlistConfig}
+    return _rows(f"{name}.", parts.get(name) or Recipe.model_fields[name].annotation)
+
+
+def _rows(prefix: str, model: type[BaseModel]) -> str:
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        values, default = _escaped(describe(field.annotation, field.metadata)), _default(field)
+        lines.append(f"| `{prefix}{name}` | {values} | {default} | {_escaped(field.description or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "see below" if isinstance(field.default, BaseModel) else f"`{_yaml(field.default)}`"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.replace("``", "`").replace("|", "\\|").split())
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    write_text(path, with_tables(path.read_text("utf-8")))
