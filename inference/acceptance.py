@@ -217,23 +217,18 @@ class Choice:
     """Seconds times the steps left: the choice with the least is the fastest."""
 
 
-def steps_left(tokens: Sequence[float]) -> float:
-    """A measure of the steps left if each writes so many tokens to each row: only their sum counts."""
-    return 1 / sum(tokens)
-
-
 def best_tree(
     depths: int,
     drafting: float,
     probs: Sequence[Sequence[float]],
     passes: Mapping[int, float],
-    left: Callable[[Sequence[float]], float] = steps_left,
+    left: Callable[[Sequence[float]], float] = lambda tokens: 1 / sum(tokens),
 ) -> Choice:
     """Choose the size of a tree of so many depths, whose drafting takes or took so many seconds; its cost compares it with other depths.
 
     ``probs``: for each row, the path probabilities of its drafts in any order. ``passes``: the sizes to choose from in ascending order,
     nodes of a row, each with the seconds of a pass over them. ``left``: a measure of the steps left if each writes so many tokens to each
-    row (`Draft.passes_left`).
+    row (`Draft.passes_left`), by default one in which only their sum counts.
     """
     sums = [list(accumulate(sorted(row, reverse=True), initial=1.0)) for row in probs]  # expected tokens, by nodes
     largest, best = max(map(len, sums)), Choice(depths, 1, 0.0, math.inf)

@@ -165,11 +165,8 @@ def layer_name(backbone: Backbone, tap: int) -> str:
 
 
 def norm_name(backbone: Backbone) -> str | None:
-    """Return the name of the final norm, whose output is the final hidden state; None: there is none."""
-    try:
-        return _name(backbone, final_norm(backbone.model))
-    except UserError:
-        return None
+    """Return the name of the final norm, whose output is the final hidden state; None: none can be found."""
+    return None if (norm := final_norm(backbone.model)) is None else _name(backbone, norm)
 
 
 def _name(backbone: Backbone, module: nn.Module) -> str:

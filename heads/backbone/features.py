@@ -114,15 +114,11 @@ def join_features(parts: list[Features]) -> Features:
         return parts[0]
     taps = None if parts[0].taps is None else {tap: torch.cat([part.taps[tap] for part in parts if part.taps], 1) for tap in parts[0].taps}
     tokens_BT = torch.cat([part.tokens_BT for part in parts], 1)
-    valid_BT = torch.cat([_valid(part) for part in parts], 1)
+    valid = [torch.ones_like(part.tokens_BT, dtype=torch.bool) if part.document_BT is None else part.document_BT >= 0 for part in parts]
+    valid_BT = torch.cat(valid, 1)  # False at padding
     whole = Features(tokens_BT, torch.cat([part.hidden_BTD for part in parts], 1), taps)
     order_BT = (~valid_BT).to(torch.int8).argsort(dim=1, stable=True)[:, : int(valid_BT.sum(1).max())]
     return whole.gather(order_BT, valid_BT.gather(1, order_BT))
-
-
-def _valid(features: Features) -> Tensor:
-    """``[B, T]``, False at padding."""
-    return torch.ones_like(features.tokens_BT, dtype=torch.bool) if features.document_BT is None else features.document_BT >= 0
 
 
 @dataclass(frozen=True)

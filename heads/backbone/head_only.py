@@ -21,7 +21,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.hooks import replaced_forward
 from headstart.heads.backbone.model_config import INTEGERS, empty_model, load_config, loaded_dtype, quantizing
-from headstart.heads.backbone.probes import decoder_of, find_postprocessing
+from headstart.heads.backbone.probes import decoder_of, find_postprocessing, width_of
 from headstart.heads.backbone.weight_files import WeightFiles
 from headstart.support.errors import UserError
 from headstart.support.hub import reaching, resolve
@@ -52,13 +52,16 @@ class HeadOnlyBackbone(Backbone):
         def states(*args: Any, **kwargs: Any) -> _Output:
             return _Output((hidden_1TD,))
 
-        with replaced_forward(self.base, states), replaced_forward(decoder_of(self.model), states):  # OPT calls the latter
-            self.postprocess = find_postprocessing(self.model)
+        try:
+            with replaced_forward(self.base, states), replaced_forward(decoder_of(self.model), states):  # OPT calls the latter
+                self.postprocess = find_postprocessing(self.model)
+        except (LookupError, AttributeError):  # as ProphetNet, which predicts several tokens
+            raise UserError(f"{self.name} makes its logits of more than its final hidden states; load it whole (cache.dir=null)") from None
 
     @property
     def parts(self) -> list[nn.Module]:
         """The modules that are in memory."""
-        return [self.embed, self.norm, self.unembed]
+        return [self.embed, self.unembed, *([] if self.norm is None else [self.norm])]
 
     @property
     def weights(self) -> list[Tensor]:
@@ -114,6 +117,7 @@ def load_head_only(
         raise UserError(f"backbone {path} is a GGUF file, which is loaded whole: give the model's folder or hub id with safetensors")
     config = load_config(path, trust_remote_code=trust_remote_code)
     model = empty_model(config, path, trust_remote_code=trust_remote_code)
+    width_of(model)  # refuses what is no backbone
     settings = config.to_dict().get("quantization_config") or config.get_text_config().to_dict().get("quantization_config")
     files = WeightFiles(path, settings if isinstance(settings, dict) else None)
     files.rename = _renaming(model)
@@ -150,12 +154,13 @@ def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None,
     """Read the weights of the three modules. Raises UserError if the files lack one."""
     names = {module: name for name, module in model.named_modules()}
     embed, unembed = model.get_input_embeddings(), model.get_output_embeddings()
-    one_matrix, norm = unembed.weight is embed.weight, final_norm(model)
+    one_matrix, parts = unembed.weight is embed.weight, [one for one in (embed, final_norm(model), unembed) if one is not None]
     read: dict[tuple[nn.Module, str], Tensor | None] = {}
-    for module in (embed, norm, unembed):
+    for module in parts:
         if any(True for _ in module.buffers()):  # as the scale of Gemma's embedding, which no file holds
             module.to_empty(device="cpu")
-            model._init_weights(module)
+            # Of the innermost model: PaliGemma's own function does not know the embedding of its Gemma.
+            [one for one in model.modules() if isinstance(one, PreTrainedModel) and module in {*one.modules()}][-1]._init_weights(module)
         for name, parameter in module.named_parameters():
             weight = files.read(f"{names[module]}.{name}")
             if weight is not None and weight.shape != parameter.shape:
@@ -171,19 +176,18 @@ def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None,
         read[embed, "weight"] = read[unembed, "weight"] = table if table is not None else readout
     for (module, name), weight in read.items():
         if weight is None:
-            raise UserError(f"backbone {files.path!r} lacks {names[module]}.{name}, so it cannot train heads; fetch or save it again")
-        module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
-    for module in (embed, norm, unembed):
+            raise UserError(f"{files.path!r} lacks {names[module]}.{name}, so it cannot train heads; fetch it again, or load it whole")
+        owner = module.get_submodule(name.rpartition(".")[0])  # Inkling's embedding has a norm within it
+        owner.register_parameter(name.rpartition(".")[2], nn.Parameter(weight, requires_grad=False))
+    for module in parts:
         module.to(device)  # its buffers
     if one_matrix:
         unembed.weight = embed.weight
 
 
-def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Return the norm after the last layer: ``norm``, or the last one that stands beside the layers. Raises UserError if there is none."""
+def final_norm(model: PreTrainedModel) -> nn.Module | None:
+    """Return the norm after the last layer: ``norm``, or the last one that stands beside the layers; None if none can be found."""
     children = dict(decoder_of(model).named_children())
     norms = [name for name, child in children.items() if "norm" in f"{name} {type(child).__name__}".lower() or name == "ln_f"]
     norms = [name for name in norms if name not in ("layernorm_embedding", "embeddings_layer_norm")]  # of BART's kin and ProphetNet
-    if not norms:
-        raise UserError(f"{type(model).__name__} has no norm after its last layer that can be found; load it whole (cache.dir=null)")
-    return children["norm" if "norm" in norms else norms[-1]]
+    return children["norm" if "norm" in norms else norms[-1]] if norms else None

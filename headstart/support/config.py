@@ -95,7 +95,8 @@ class StrictModel(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _tuples(cls, value: Any, info: ValidationInfo) -> Any:
-        options = [_bare(option) for option in _options(cls.model_fields[str(info.field_name)].annotation)]
+        ruled = _options(cls.model_fields[str(info.field_name)].annotation)
+        options = [typing.get_args(one)[0] if typing.get_origin(one) is Annotated else one for one in ruled]
         return tuple(value) if isinstance(value, list) and any(typing.get_origin(option) is tuple for option in options) else value
 
 
@@ -175,11 +176,6 @@ def _bound(value: Any) -> str:
 def _options(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the type itself if it is not a union."""
     return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
-
-
-def _bare(annotation: Any) -> Any:
-    """Return a type without the rules it is annotated with."""
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
 def _is_model(annotation: Any) -> bool:

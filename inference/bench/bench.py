@@ -258,6 +258,7 @@ def those_that_fit(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) ->
 
 def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan, given: int) -> dict[str, Any]:
     """The report without results: backbone, prompts of those given, settings, versions, machine."""
+    device = backbone.device
     return {
         "backbone": backbone.name,
         "prompts": len(prompts),
@@ -271,15 +272,11 @@ def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan, given: in
         "processors": os.cpu_count() or 1,
         "other_programs": 0.0,
         "versions": versions("torch", "transformers"),
-        "device": _device_name(backbone.device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})",
         "dtype": dtype_name(backbone.dtype),
         "weight_bytes": weight_bytes(backbone),
-        "memory_bytes_per_second": memory_bandwidth(backbone.device),
+        "memory_bytes_per_second": memory_bandwidth(device),
         "baselines": [],
         "results": [],
         "samples": [],
     }
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"

@@ -46,7 +46,8 @@ def run_apart(mistake: Mistake, house: Path, seconds: float) -> str:
                     write(name, content)()
                 if mistake.prepare is not None:
                     mistake.prepare()
-                before = {name: (path.stat().st_mtime_ns) for name in snapshot_names(Path(".")) if (path := Path(name))}
+                files = [path for path in Path(".").rglob("*") if path.is_file() and not path.is_symlink() and ".lock" not in path.name]
+                before = {str(path): path.stat().st_mtime_ns for path in files}
                 outcome = try_command(mistake.argv, mistake.stdin, seconds)
                 answer = outcome.fault
                 changed = [name for name, time in before.items() if not Path(name).exists() or Path(name).stat().st_mtime_ns != time]
@@ -68,10 +69,6 @@ def run_apart(mistake: Mistake, house: Path, seconds: float) -> str:
         pass
     status = os.waitpid(child, 0)[1]
     return pickle.loads(data) if data else ("hang (killed)" if not ready else f"crash: signal {os.WTERMSIG(status)}")
-
-
-def snapshot_names(folder: Path) -> list[str]:
-    return [str(path) for path in folder.rglob("*") if path.is_file() and not path.is_symlink() and ".lock" not in path.name]
 
 
 def report(word: str, every: int = 1, seconds: float = 20) -> None:

@@ -35,7 +35,8 @@ def recipe_files() -> Iterator[Mistake]:
         "two equal keys": "seed: 1\nseed: 2\n", "sexagesimal": "seed: 1:30\n", "underscore": "seed: 1_000\n",
     }  # fmt: skip
     for name, text in texts.items():
-        yield Mistake(f"recipe: {name}", ["train", "bad.yaml"], {"bad.yaml": _base(text) + text if text else text})
+        others = [line for line in RECIPE.splitlines(True) if text and line.partition(":")[0] != text.partition(":")[0]]
+        yield Mistake(f"recipe: {name}", ["train", "bad.yaml"], {"bad.yaml": "".join([*others, text])})
     for name, content in {
         "no UTF-8": b"seed: \xff\xfe\n",
         "UTF-16": RECIPE.encode("utf-16"),
@@ -57,11 +58,6 @@ def recipe_files() -> Iterator[Mistake]:
     yield Mistake("recipe: a null character in its name", ["train", "a\0b.yaml"])
     yield Mistake("recipe: a surrogate in its name", ["train", "a\udcff.yaml"])
     yield Mistake("recipe: no name", ["train", ""])
-
-
-def _base(text: str) -> str:
-    """The recipe without the section that ``text`` writes anew."""
-    return "".join(line for line in RECIPE.splitlines(True) if line.partition(":")[0] != text.partition(":")[0])
 
 
 def overrides() -> Iterator[Mistake]:

@@ -16,11 +16,6 @@ def ends(text: Text, part: Text) -> list[int]:
     return [i + len(part) for i in range(len(text) - len(part) + 1) if text[i : i + len(part)] == part]
 
 
-def longest_known(text: Text) -> Text:
-    """The longest suffix that also ends earlier."""
-    return next((text[i:] for i in range(1, len(text)) if len(ends(text, text[i:])) > 1), [])
-
-
 def counts(text: Text, part: Text) -> dict[int, int]:
     """How often each token was counted after ``part``.
 
@@ -53,10 +48,11 @@ def test_the_longest_known_suffix_and_what_followed_it(letters: int) -> None:
         automaton = Automaton([])
         for i, token in enumerate(text):
             automaton.add(token)
-            known, (state, length) = longest_known(text[: i + 1]), automaton.match()
+            read, (state, length) = text[: i + 1], automaton.match()
+            known = next((read[j:] for j in range(1, i + 1) if len(ends(read, read[j:])) > 1), [])
             assert length == len(known)
             assert state == state_of(automaton, known)
-            followed = {text[end] for end in ends(text[: i + 1], known) if end <= i}
+            followed = {text[end] for end in ends(read, known) if end <= i}
             assert set(automaton.next[state]) == followed
 
 

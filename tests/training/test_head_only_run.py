@@ -10,12 +10,13 @@ import torch
 from architectures import Architecture, chained, refused, served
 from safetensors.torch import load_file, save_file
 from small_run import losses, make_recipe, read_log
+from tiny_models import tiny_model
 from torch import Tensor
 
 from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.head_only import HeadOnlyBackbone, load_head_only
+from headstart.heads.backbone.head_only import HeadOnlyBackbone, final_norm, load_head_only
 from headstart.heads.backbone.weight_files import E2M1
 from headstart.heads.layers.start_values import layer_weights
 from headstart.support.errors import UserError
@@ -157,15 +158,10 @@ def test_what_decoding_refuses_has_one_too(architecture: Architecture, tmp_path:
     model = architecture.model().eval()
     model.save_pretrained(tmp_path)
     head, kept = load_head_only(str(tmp_path), dtype="fp32"), {}
-    norm = next(module for name, module in model.named_modules() if name == _name(head))
-    norm.register_forward_pre_hook(lambda module, args: kept.update(last=args[0]))
+    final_norm(model).register_forward_pre_hook(lambda module, args: kept.update(last=args[0]))
     with torch.no_grad():
         logits = model(input_ids=torch.arange(1, 9)[None]).logits
     torch.testing.assert_close(head.readout(head.norm(kept["last"])), logits, rtol=1e-4, atol=1e-5)
-
-
-def _name(head: HeadOnlyBackbone) -> str:
-    return next(name for name, module in head.model.named_modules() if module is head.norm)
 
 
 def changed(folder: Path, change: dict[str, Tensor | None]) -> str:
@@ -245,6 +241,29 @@ def test_an_output_layer_in_the_files_of_a_tied_model(table: Tensor, tmp_path: P
 def test_what_cannot_be_read_is_said(change: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         load_head_only(changed(tmp_path / "new", change))
+
+
+@pytest.mark.parametrize("kind", ["bart", "cpmant", "inkling_text", "paligemma"])
+def test_classes_of_other_shapes_train_from_a_cache(kind: str, tmp_path: Path) -> None:
+    """Without a norm at the end, so that the last tap is the final state; with states for more than the tokens; with a normed embedding, or
+    one that another class scales.
+    """
+    recipe = str(make_recipe(tmp_path, drafter=DRAFTERS["medusa"], train={"steps": 10}, eval={"prompts": 1}))
+    (model := tiny_model(kind)).save_pretrained(tmp_path / "backbone")
+    head, tokens = load_head_only(str(tmp_path / "backbone")), torch.arange(9)
+    assert torch.equal(head.embed(tokens), model.get_input_embeddings()(tokens))
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{word}"}}\n' for word in ("CATSEESDOG", "DOGFINDSSUN") * 10))
+    for command in ("cache", "train"):
+        assert main([command, recipe, f"cache.dir={tmp_path / 'cache'}"]) == 0
+    if kind == "bart":  # whose features are kept between epochs too
+        assert train([recipe, "drafter={kind: eagle3, depth: 2, taps: [1, 3, 6]}", f"save.dir={tmp_path}/live"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["blt", "blip", "prophetnet"])
+def test_models_that_have_no_such_parts_are_refused(kind: str, tmp_path: Path) -> None:
+    tiny_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="layers of width None|does not name an output layer|more than its final hidden states"):
+        load_head_only(str(tmp_path))
 
 
 def test_it_reads_no_text_and_a_layer_by_its_name() -> None:

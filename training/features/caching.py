@@ -189,7 +189,7 @@ def write_supplement(manifest: Manifest, form: CacheFormat, source: FeatureSourc
             features = with_teacher(source.read(collate(held_out, [[i]]).to(source.backbone.device)), source.backbone)
             tensors |= {f"held.{i}.{name}": tensor for name, tensor in form.encode(features).items()}
         header = {"cache": manifest.id, "held_out": samples_hash(held_out), "lacks_last": str(source.lacks_last)}
-        save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, header)
+        save_tensors({name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, path, header)
 
 
 def _write_shard(manifest: Manifest, form: CacheFormat, samples: list[Sample], source: FeatureSource, number: int, bar: tqdm) -> None:

@@ -75,7 +75,7 @@ class CacheFormat:
         if not x_TD.isfinite().all():
             raise UserError(f"the backbone's states ({name}) are not finite in {x_TD.dtype}; set backbone.dtype to bf16 or fp32")
         if self.dtype != "int8":
-            return {name: x_TD.to(torch.bfloat16) if self.dtype == "bf16" else x_TD}
+            return {name: x_TD.to(torch.bfloat16 if self.dtype == "bf16" else x_TD.dtype, copy=True)}  # the last tap may be the final state
         x_TD = x_TD.float()
         unit_TD = x_TD / x_TD.square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)
         channel_1D = unit_TD.pow(4).mean(0, keepdim=True).pow(0.25).clamp(min=1e-6).to(torch.bfloat16)

@@ -49,6 +49,8 @@ class ServedFeatures(FeatureSource):
     def __init__(self, settings: Settings, backbone: HeadOnlyBackbone, taps: tuple[int, ...]) -> None:
         """Raises UserError for settings that cannot be. No request is sent."""
         self.settings, self.backbone, self.taps, self.ahead = settings, backbone, taps, settings.prefetch
+        if backbone.norm is None:
+            raise UserError(f"servers give states before the final norm, and {backbone.name} names none; leave features.endpoint out")
         self.norm = backbone.norm
         self.layers = extracted(taps, backbone.num_layers)
         self.servers = Servers(settings, self.layers, served_name(backbone.name, self.layers))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 
@@ -130,7 +131,9 @@ class LiveFeatures(FeatureSource):
         return LiveFeatures(self.backbone, taps)
 
     def probe(self, tokens_1T: Tensor) -> Features:
-        return self.backbone.read(tokens_1T, taps=tuple(range(self.backbone.num_layers + 1)))
+        with suppress(UserError):  # states that are not one for each token, as XLNet's
+            return self.backbone.read(tokens_1T, taps=tuple(range(self.backbone.num_layers + 1)))
+        return self.backbone.read(tokens_1T)
 
     def read(self, batch: Batch) -> Features:
         return self.read_into(None, batch)

@@ -42,10 +42,6 @@ def vocabulary_shapes(draft_vocab: int, vocab: int) -> Shapes:
     return {"d2t": (draft_vocab,), "t2d": (vocab,)} if draft_vocab < vocab else {}
 
 
-def numbered(name: str) -> str:
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
-
-
 def taps_of(config: Mapping[str, Any], on: Sizes) -> tuple[int, ...]:
     top, nested = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
     if top is not None:
@@ -62,7 +58,7 @@ def eagle3_of(files: Files, config: Mapping[str, Any], taps: tuple[int, ...]) ->
     options = {key: bool(config.get(key) or nested.get(key)) for key in ("norm_before_fc", "fc_norm", "norm_output")}
     options["norm_before_residual"] = bool(config.get("norm_before_residual"))
     options["qk_norm"] = any(name.endswith("self_attn.q_norm.weight") for name in files.shapes)
-    tensors = {numbered(name): tensor for name, tensor in files.read().items()}
+    tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in files.read().items()}
     for name in [name for name in tensors if name.endswith(".hidden_norm.weight") and not name.startswith("layers.0.")]:
         tensors.setdefault(name.replace("hidden_norm", "input_layernorm"), tensors.pop(name))
     if "mask_hidden" not in tensors:
