@@ -82,7 +82,7 @@ class Backbone:
         """Windows of attention layers by kind; layers with a recurrent state (None: there are none); why no trees are verified, if so."""
         self.postprocess = probes.find_postprocessing(self.model)
         tokens_1N = probes.trial_tokens(self.model)[:, : self.max_positions].to(self.device) % self.vocab
-        self.dependence = find_dependence(self.model, tokens_1N)
+        self.dependence = find_dependence(self.model)
         if self.no_trees is None:
             self.no_trees = probes.mask_refusal(self.model, self.read, tokens_1N, self.windows, self.recurrent, self.dependence is None)
         self.refusal = probes.chain_refusal(self.model, self.read, tokens_1N, self.no_trees)

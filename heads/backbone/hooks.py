@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from headstart.heads.backbone.adapter import tuner_state
 from headstart.support.errors import UserError
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -80,7 +81,7 @@ def is_foreign(part: nn.Module) -> bool:
 
 def structure(model: PreTrainedModel) -> list[Any]:
     """Return what a model computes by besides its weights' values: kinds and settings of its parts, forwards, hooks."""
-    found: list[Any] = [str(vars(model.config.get_text_config()))]
+    found: list[Any] = [str(vars(model.config.get_text_config())), tuner_state(model)]
     for part in model.modules():
         own = vars(part)
         found += [
@@ -99,55 +100,38 @@ def computes(weight: Tensor) -> bool:
 
 
 @torch.no_grad()
-def find_dependence(model: PreTrainedModel, tokens_1N: Tensor) -> str | None:
+def find_dependence(model: PreTrainedModel) -> str | None:
     """Return which layer computes a token otherwise beside other tokens, and what follows; None if none does.
 
-    Layers of towers and plain ones are not tried. Of linear ones that quantizations have, and of all that are foreign and read states
-    alone in a pass, one of each kind and size reads a token among copies of itself and, in the same place, among large inputs.
+    Layers of towers and plain ones are not tried. Of linear ones that quantizations have, and foreign ones of one matrix, one of each kind
+    and size reads a token among copies of itself and, in the same place, among large inputs.
     """
     tried: dict[tuple[type, type, str], tuple[str, Any, int]] = {}
     reads_text = {*model.get_decoder().modules(), model.get_output_embeddings()}
-    widths = _widths(model, [part for part in reads_text if type(part).__module__.partition(".")[0] not in KNOWN], tokens_1N)
     for name, module in model.named_modules():
-        width, plain = vars(module).get("in_features", widths.get(module)), type(module) is nn.Linear and not is_foreign(module)
-        if isinstance(width, int) and not plain and module in reads_text and all(map(computes, module.parameters())):
+        widths, foreign = [weight.shape[-1] for weight in module.parameters() if weight.ndim > 1], is_foreign(module)
+        width = vars(module).get("in_features", widths[0] if foreign and len(widths) == 1 else None)
+        tries = isinstance(width, int) and module in reads_text and (foreign or type(module) is not nn.Linear)
+        if tries and all(map(computes, module.parameters())):
             tried.setdefault((type(module), type(module._parameters.get("weight")), repr(module)), (name, module, width))
     embedded = model.get_input_embeddings().weight
     for name, module, width in tried.values():
         noise_TD = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
         own_1D, among_TD = noise_TD[ROWS // 2 :][:1], LOUD * noise_TD
         among_TD[ROWS // 2] = own_1D
-        given = (own_1D.expand(ROWS, -1), own_1D.expand(ROWS, -1), among_TD)
-        found = [module(rows_TD.to(embedded.device, embedded.dtype)[None]) for rows_TD in given]
-        if not all(isinstance(one, Tensor) and one.shape[:2] == (1, ROWS) for one in found):  # a router gives its choice
+        found: list[Any] = []
+        with suppress(TypeError, ValueError, RuntimeError, IndexError):  # of layers that read something else
+            found = [module(one.expand(ROWS, -1).to(embedded)[None]) for one in (own_1D, own_1D, among_TD)]
+        if not found or not all(isinstance(one, Tensor) and one.shape[:2] == (1, ROWS) for one in found):  # a router gives its choice
             continue
         alone_D, again_D, beside_D = (one[0, ROWS // 2].float() for one in found)
-        share, least = (
-            float((beside_D - alone_D).norm() / alone_D.norm()),
-            DEPENDS if module not in widths else 8 * torch.finfo(embedded.dtype).eps,
-        )
-        if not share <= max(DEPENDS, least, 3 * float((again_D - alone_D).norm() / alone_D.norm())):
+        share = float((beside_D - alone_D).norm() / alone_D.norm())
+        if not share <= max(DEPENDS, 3 * float((again_D - alone_D).norm() / alone_D.norm())):
             return (
                 f"{type(model).__name__} computes a token otherwise beside other tokens ({type(module).__name__} {name}: by"
                 f" {share:.1%} in a test), so drafts and batches would change its text: drafts rest, and rows are decoded one at a time"
             )
     return None
-
-
-def _widths(model: PreTrainedModel, modules: Sequence[nn.Module], tokens_1N: Tensor) -> dict[nn.Module, int]:
-    """Return the width of what these modules read, of those that read states ``[B, T, D]`` and nothing else in a pass of the model."""
-    widths: dict[nn.Module, int] = {}
-
-    def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 3 and args[0].is_floating_point():
-            widths[module] = args[0].shape[-1]
-
-    with ExitStack() as handles:
-        for module in modules:
-            handles.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-        if modules:
-            model(input_ids=tokens_1N, use_cache=False)
-    return widths
 
 
 _counting = threading.Lock()

@@ -80,6 +80,8 @@ def mask_refusal(
             f"{type(model).__name__} leaves the KV cache empty, which transformers {transformers.__version__} calls {CACHE!r}: "
             "name that argument so in the forward functions of your own"
         )
+    if recurrent is None and any(layer.keys is None for layer in kept.layers if hasattr(layer, "keys")):
+        return f"{type(model).__name__} has layers that keep no keys"
     found, masked = _under_masks(read, tokens_1N, windows, recurrent, alone)
     ignored = found and off(found[0], found[1]) == 0  # of positions that are, little may depend on their order
     most = 1e-3 if ignored and alone.dtype == torch.float32 else 0.05

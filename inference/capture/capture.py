@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.backbone.adapter import tuner_state
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import hooks
 from headstart.heads.kv.rows import FixedMemory
@@ -180,7 +179,7 @@ HOOKED = "forward hooks of your own are on the model, which a capture would not 
 def dependencies(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Return what captures of these modules depend on, but for changes through ``.data``."""
     weights = [(weight.data_ptr(), version(weight)) for module in modules for weight in module.parameters()]
-    return (*weights, *(tuner_state(module) for module in modules), *hooks(modules))
+    return (*weights, *hooks(modules))
 
 
 def version(weight: Tensor) -> int:

@@ -4,9 +4,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
+import peft
 import pytest
 import torch
-from families import left_padded, prompts, random_drafter, say, tiny
+from families import left_padded, prompts, random_drafter, say, shake, tiny
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
@@ -197,6 +198,7 @@ CHANGES: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
     "last logits": (lambda model: model.lm_head.register_forward_hook(steered), "other tokens follow it in a pass"),
     "memory": (of_mlp(lambda mlp: setattr(mlp, "down_proj", Remembering(mlp.down_proj))), "of your own that compute a token otherwise"),
     "rows": (of_mlp(lambda mlp: setattr(mlp, "down_proj", Centred(mlp.down_proj))), "other rows are read with it"),
+    "skipped": (lambda model: setattr(model.base_model.layers[1], "forward", lambda hidden, *_, **__: hidden), "layers that keep no keys"),
     "window": (lambda model: setattr(model.config, "sliding_window", 3), "its windows or rotary frequencies are others"),
 }
 
@@ -222,6 +224,19 @@ def test_what_is_changed_after_heads_were_loaded_counts_or_is_refused(change: st
     if change in ("last token", "last logits", "memory"):
         with pytest.raises(UserError, match="has layers or hooks of your own that compute a token otherwise where"):
             headstart.load(None, backbone=model)
+
+
+def test_an_adapter_that_mixes_by_the_whole_pass_is_tried_when_it_is_enabled() -> None:
+    model, row = tiny("shallow"), left_padded(prompts((9,)))
+    wrapped = peft.get_peft_model(model, peft.LilyConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    wrapped.base_model.disable_adapter_layers()
+    of = headstart.load(None, backbone=model)
+    say(of, row, max_new_tokens=4)
+    assert of.backbone.dependence is None
+    wrapped.base_model.enable_adapter_layers()
+    shake(wrapped)
+    say(of, row, max_new_tokens=4)
+    assert of.backbone.dependence is not None
 
 
 def test_an_output_layer_without_a_matrix_is_one_line() -> None:

@@ -241,7 +241,7 @@ def test_later_turns_follow_the_answers_of_autoregressive_decoding():
 
 def test_a_later_turn_that_the_template_refuses_is_dropped():
     heads, prompter = talker()
-    settings = replace(prompter.settings, chat_template="{{ raise_exception('no') if messages | length > 2 else messages[0].content }}")
+    settings = replace(prompter.settings, template="{{ raise_exception('no') if messages | length > 2 else messages[0].content }}")
     prompter = replace(prompter, settings=settings)
     report = compare([("m", heads)], [question(prompter, "two", "six")], Plan(6, tree=TREE), prompter)
     assert report["dropped_turns"] == 1 and report["results"][0]["tokens"] == 6
