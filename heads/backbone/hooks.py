@@ -84,12 +84,7 @@ def structure(model: PreTrainedModel) -> list[Any]:
     found: list[Any] = [str(vars(model.config.get_text_config())), tuner_state(model)]
     for part in model.modules():
         own = vars(part)
-        found += [
-            type(part),
-            own.get("forward"),
-            hooks_on(part),
-            [(type(one), one.dtype) for one in part._parameters.values() if one is not None],
-        ]
+        found += [type(part), own.get("forward"), hooks_on(part), *map(type, part._parameters.values())]
         found += [value for name, value in own.items() if type(value) in (bool, int, float, str) and name[0] != "_" and name != "training"]
     return found
 

@@ -33,9 +33,7 @@ def width_of(model: PreTrainedModel) -> int:
             raise UserError(f"{name} does not name {part} for text, or several; heads need a model with one, perhaps that within it")
     for part, module in parts.items():
         if not isinstance(module.weight, Tensor):
-            raise UserError(
-                f"{name} has {part} without a matrix ({type(module)}), which heads share; leave that layer out when you quantize"
-            )
+            raise UserError(f"{name} has {part} without a matrix ({type(module)}), which heads share; quantize the other layers alone")
         if (own := module.weight.shape[-1]) != width:
             raise UserError(f"{name} has {part} of width {own} and layers of width {width}; heads need a model of one width")
     return int(width)
@@ -92,12 +90,12 @@ def mask_refusal(
     if not alike:
         return None
     if follows(most):
-        return pass_refusal(model, read, tokens_1N, windows) if recurrent is None else None
+        return pass_refusal(model, read, tokens_1N, windows, recurrent)
     after = tokens_1N[:, 2:-1]
     within, beside = (read(torch.cat([before, rest], 1)).hidden_BTD[:, 2] for rest in (after, before[:, :1].expand_as(after)))
     if off(within, beside) > 0.005:  # in passes of one width, which round alike
         return reads_ahead(model)
-    return pass_refusal(model, read, tokens_1N, windows) if follows(3 * off(within, alone)) else follows_no_mask(model)
+    return pass_refusal(model, read, tokens_1N, windows, recurrent) if follows(3 * off(within, alone)) else follows_no_mask(model)
 
 
 def _under_masks(
@@ -119,11 +117,13 @@ def _under_masks(
 
 
 @torch.no_grad()
-def pass_refusal(model: PreTrainedModel, read: Callable[..., Features], tokens_1N: Tensor, windows: dict[str, int | None]) -> str | None:
+def pass_refusal(
+    model: PreTrainedModel, read: Callable[..., Features], tokens_1N: Tensor, windows: dict[str, int | None], recurrent: Recurrent | None
+) -> str | None:
     """Return why trees cannot be verified by a model whose foreign code computes a token by its place in a pass, by other rows or by the
     pass before: a hook that changes the last token alone, a layer that remembers. ``read`` is `Backbone.read`."""
     unembed = model.get_output_embeddings()
-    if not any(map(is_foreign, model.modules())):
+    if recurrent is not None or not any(map(is_foreign, model.modules())):  # recurrent layers follow no mask
         return None
 
     def read_on(tokens_BT: Tensor, kept: DynamicCache, seen_TS: Tensor) -> Tensor:
