@@ -78,7 +78,8 @@ def mask_refusal(
             f"{type(model).__name__} leaves the KV cache empty, which transformers {transformers.__version__} calls {CACHE!r}: "
             "name that argument so in the forward functions of your own"
         )
-    if recurrent is None and any(layer.keys is None for layer in kept.layers if hasattr(layer, "keys")):
+    foreign = recurrent is None and any(map(is_foreign, model.modules()))  # Gemma 4's own layers share keys
+    if foreign and any(layer.keys is None for layer in kept.layers if hasattr(layer, "keys")):
         return f"{type(model).__name__} has layers that keep no keys"
     found, masked = _under_masks(read, tokens_1N, windows, recurrent, alone)
     ignored = found and off(found[0], found[1]) == 0  # of positions that are, little may depend on their order
