@@ -120,7 +120,7 @@ class SpeculativeModel:
     def engine(self, speculate: bool) -> Engine:
         """The `Engine`, which holds captures and statistics; made anew if what captures depend on or a drafter's depth has changed."""
         modules = (self.backbone.model, *self.drafters)
-        state = (*dependencies(modules), *((drafter.depth, drafter.deepest) for drafter in self.drafters))
+        state = (*dependencies(modules), self.backbone.changes, *((drafter.depth, drafter.deepest) for drafter in self.drafters))
         if state != self._state or any(engine.outdated for engine in self._engines.values()):
             self._engines, self._state = {}, state
         if speculate not in self._engines:
@@ -167,6 +167,7 @@ class SpeculativeModel:
         if request.beams is not None and (reason := self.backbone.no_trees or self.backbone.dependence) is not None:
             raise UserError(f"beams share passes, where {reason}; allowed: num_beams=1")
         if self.backbone.dependence is not None:
+            warn_once(self.backbone.dependence)
             speculate, batch_size = False, 1
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
         if batch_size is not None:

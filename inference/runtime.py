@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.hooks import hooks
 from headstart.heads.base import Drafter
 from headstart.inference.acceptance import Acceptance
 from headstart.inference.capture.backend import is_out_of_memory
-from headstart.inference.capture.capture import HOOKED, BackendName, Capturer, hooks, sample_of
+from headstart.inference.capture.capture import HOOKED, BackendName, Capturer, sample_of
 from headstart.inference.capture.plugin import Collect
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.reader import reader_of

@@ -20,7 +20,7 @@ from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
-from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, tapped
+from headstart.heads.backbone.hooks import Evaluation, find_dependence, recomputed_layers, structure, tapped
 from headstart.heads.backbone.images import Images, placeholders
 from headstart.heads.backbone.model_config import cache_argument, say_untested
 from headstart.heads.backbone.tree_attention import EXACT_FROM, additive_mask, repeated_tokens, tree_attention
@@ -62,17 +62,12 @@ class Backbone:
         self.vocab: int = self.unembed.weight.shape[0]
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int | None = (stated := self.config.to_dict()).get("max_position_embeddings") or stated.get("n_positions")
-        self.rope_limit, self.rope_switches_once = model_config.rope_switch(self.config)
-        """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
         self.placeholders = placeholders(model.config)
         self.layers = probes.decoder_layers(model, self.num_layers)
-        self.windows, self.recurrent, self.no_trees = probes.layer_kinds(model, self.layers)
-        """Windows of attention layers by kind; layers with a recurrent state (None: there are none); why no trees are verified, if so."""
-        self.refusal = None if self.no_trees is None else f"{self.no_trees}; {probes.UNTRIED}"
-        """Why chains cannot be verified either; None if they can."""
-        self.forward = vars(model).get("forward")
         with self.evaluation():
             self._probe()
+        self._loaded, self.changes = (self.windows, self.no_trees, self.rope_limit), 0
+        """How often what the model computes by has changed since heads were loaded."""
         if trees and self.refusal is not None:
             raise UserError(self.refusal)
         if trainable:
@@ -81,22 +76,32 @@ class Backbone:
     def _probe(self) -> None:
         """Find out how the model makes its logits, and whether it follows masks."""
         probes.require_weights(self.model)
+        self.rope_limit, self.rope_switches_once = model_config.rope_switch(self.config)
+        """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
+        self.windows, self.recurrent, self.no_trees = probes.layer_kinds(self.model, self.layers)
+        """Windows of attention layers by kind; layers with a recurrent state (None: there are none); why no trees are verified, if so."""
         self.postprocess = probes.find_postprocessing(self.model)
-        self.dependence = probes.find_dependence(self.model)
         tokens_1N = probes.trial_tokens(self.model)[:, : self.max_positions].to(self.device) % self.vocab
+        self.dependence = find_dependence(self.model)
         if self.no_trees is None:
-            alike = self.dependence is None
-            self.no_trees = probes.mask_refusal(self.model, self.read, tokens_1N, self.windows, self.recurrent, alike)
+            self.no_trees = probes.mask_refusal(self.model, self.read, tokens_1N, self.windows, self.recurrent, self.dependence is None)
         self.refusal = probes.chain_refusal(self.model, self.read, tokens_1N, self.no_trees)
+        """Why chains cannot be verified either; None if they can."""
+        self.structure = structure(self.model)
 
     def require_same(self, model: PreTrainedModel) -> None:
-        """Raise UserError unless ``model``, whose ``generate`` was called, is this one and makes its logits as when it was loaded."""
+        """Raise UserError unless ``model``, whose ``generate`` was called, is this one and, where it has changed, reads what it read."""
         if model is not self.model:
             raise UserError(f"these heads are on another model object ({self.name}); load them with backbone=this model")
         probes.require_same_parts(model, (self.base, self.embed, self.unembed), self.vocab)
-        if (forward := vars(model).get("forward")) is not self.forward:
-            with self.evaluation():
-                self.postprocess, self.forward = probes.find_postprocessing(model), forward
+        if structure(model) == self.structure:
+            return
+        self.changes += 1
+        with self.evaluation():
+            self._probe()
+        if self.refusal is not None or self._loaded != (self.windows, self.no_trees, self.rope_limit):
+            self.structure, reason = [], self.refusal or self.no_trees or "its windows or rotary frequencies are others"
+            raise UserError(f"the model was changed since heads were loaded: {reason}; undo it, or load heads anew")
 
     def _unfreeze(self) -> None:
         if self.adapter is None:
@@ -234,15 +239,11 @@ class Backbone:
 
     def fingerprint(self) -> list[float]:
         """Return 32 values each of the embedding and the output layer, in the current dtype (fingerprint.py)."""
-        return fingerprint(self._matrices)
+        return fingerprint((self.embed.weight, self.unembed.weight))
 
     def match(self, contract: Mapping[str, Any]) -> Match:
         """Compare the weights with those that a checkpoint's contract states."""
-        return match(self._matrices, None if self.gguf is None else self.gguf.stored, contract)
-
-    @property
-    def _matrices(self) -> tuple[Tensor, Tensor]:
-        return self.embed.weight, self.unembed.weight
+        return match((self.embed.weight, self.unembed.weight), None if self.gguf is None else self.gguf.stored, contract)
 
     def contract(self) -> dict[str, Any]:
         """Return the properties that a drafter depends on; its checkpoint stores them, and loading compares them."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from headstart.heads.backbone.hooks import is_foreign
 from headstart.support.errors import cause
 
 MOST_PENDING = 8
@@ -73,16 +74,17 @@ def chain_fault(model: PreTrainedModel, read: Callable[..., Any], tokens_1N: Ten
     A pass of several tokens after others must compute what passes of one do, within rounding, a copied cache must stay as it was, and
     positions must count from 0, as they do where none are given.
     """
-    N = tokens_1N.shape[1]
+    N, output = tokens_1N.shape[1], model.get_output_embeddings()
+    shown = output if is_foreign(output) else nn.Identity()  # of which logits may differ where states do not
     place_1N, start = torch.arange(N, device=tokens_1N.device)[None], N - SHORT
 
     def of(at: int, end: int, cache: DynamicCache) -> Tensor:
         with as_steps(mixers, end - at) if at else nullcontext():
-            return read(tokens_1N[:, at:end], cache, place_1N[:, at:end]).hidden_BTD
+            return shown(read(tokens_1N[:, at:end], cache, place_1N[:, at:end]).hidden_BTD)
 
     try:
         cache, mixers = DynamicCache(config=model.config.get_text_config()), mixers_of(model)
-        own, given = read(tokens_1N[:, :start]).hidden_BTD, of(0, start, cache)
+        own, given = shown(read(tokens_1N[:, :start]).hidden_BTD), of(0, start, cache)
         copies = [copied(cache) for _ in range(3)]
         many, again = of(start, N, cache), of(start, N, copies[0])
         one, two = (torch.cat([of(at, at + n, copies[n]) for at in range(start, N, n)], 1) for n in (1, 2))

@@ -33,6 +33,7 @@ MEANINGS: dict[str, str] = {
     "embedding_length_per_layer_input": "hidden_size_per_layer_input", "expert_count": "num_local_experts num_experts",
     "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "logit_scale": "logit_scale",
+    "expert_weights_norm": "norm_topk_prob",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_kv_heads num_key_value_heads",
     "attention.key_length": "global_head_dim head_dim", "attention.key_length_swa": "head_dim",
@@ -47,7 +48,7 @@ BIASES = {"attn_q.bias": "attention_bias", "ffn_up.bias": "mlp_bias"}
 """Tensors that a configuration allows for."""
 ROPE = {"freq_base": "rope_theta", "scaling.yarn_beta_fast": "beta_fast", "scaling.yarn_beta_slow": "beta_slow"}
 ELSEWHERE = {
-    "attention.causal", "attention.value_length", "attention.value_length_swa", "expert_gating_func", "nextn_predict_layers",
+    "attention.value_length", "attention.value_length_swa", "nextn_predict_layers",
     "rope.dimension_sections", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
     "ssm.inner_size", "tensor_data_layout",
 }  # fmt: skip
@@ -95,12 +96,13 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
     known = values | {name: values.get(own) for name, own in config.attribute_map.items()}
     heads, width = known.get("num_attention_heads") or 1, known["hidden_size"]
     implied = {"attention.key_length": width // heads, "attention.head_count_kv": heads, "feed_forward_length": 4 * width}
+    implied |= {"attention.causal": True} | ({} if "scoring_func" in known else {"expert_gating_func": 1})  # softmax
     for key in sorted(metadata, key=lambda key: ".rope." in key):  # shares of a head's width, after the width
         owner, _, name = key.partition(".")
         value = metadata[key] - metadata.get(f"{owner}.nextn_predict_layers", 0) if name == "block_count" else metadata[key]
         if owner == "tokenizer" and value and not name.endswith("_token_id") and not TOKENIZER.search(name):
             yield f"{key} = {one_line(str(value), 60)}"
-        if owner != file.architecture or name in ELSEWHERE or not value:
+        if owner != file.architecture or name in ELSEWHERE or (not value and value is not False):
             continue
         attribute = next((one for one in MEANINGS.get(name, "").split() if one in known), None)
         if name.startswith("rope."):
@@ -108,7 +110,7 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
         elif name in PATTERNS:
             read = _pattern(value, config, PATTERNS[name]) == known.get("layer_types")
         elif attribute is None or (name == "attention.sliding_window" and known.get("use_sliding_window") is False):
-            read = name in UNUSED or value == implied.get(name)
+            read = name in UNUSED or value == implied.get(name, value if name == "expert_gating_func" else False)
         elif isinstance(value, list):  # for each layer
             read = known[attribute] == value or {*value} - {0} == {known[attribute]}
         else:
@@ -120,6 +122,12 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
     for suffix, attribute in BIASES.items():
         if attribute in known and any(tensor.endswith(suffix) for tensor in file.header.tensors):
             setattr(config, attribute, True)
+    if (
+        known.get("sliding_window")
+        and not file.architecture.startswith("gemma")
+        and f"{file.architecture}.attention.sliding_window" not in metadata
+    ):
+        config.sliding_window = None  # Mistral's default, which llama.cpp does not have
     if file.architecture in LARGE:
         config.query_pre_attn_scalar = width // heads if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim
 
@@ -191,13 +199,14 @@ def _set_rope(config: PretrainedConfig, file: GgufFile) -> None:
     stated = {name.partition(".rope.scaling.")[2]: value for name, value in file.header.metadata.items() if ".rope.scaling." in name}
     rope: Any = config.get_text_config().to_dict().get("rope_parameters") or {}
     one = rope.get("full_attention", rope)  # with one set for each kind of layer, llama.cpp scales that of full attention
-    kind, factor = stated.get("type"), stated.get("factor") or 1.0
+    kind, factor = stated.get("type", "linear" if "factor" in stated else None), stated.get("factor") or 1.0
     if one.get("rope_type", "default") != "default":
         return
     if ROPE_FACTORS in file.header.tensors:
         one |= _llama3(one["rope_theta"], _values(file, ROPE_FACTORS))
     elif kind in ("linear", "yarn"):
-        original = {"original_max_position_embeddings": stated.get("original_context_length")} if kind == "yarn" else {}
+        length = stated.get("original_context_length") or file.header.metadata.get(f"{file.architecture}.context_length")
+        original = {"original_max_position_embeddings": length} if kind == "yarn" else {}
         one |= {"rope_type": kind, "factor": float(factor), **original} if factor != 1 else {}
     elif kind not in (None, "none") or any(name.startswith("rope_factors_") for name in file.header.tensors):
         raise ValueError(f"its rotary frequencies are scaled by {kind or 'longrope'}")

@@ -56,6 +56,8 @@ BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", 
 WHOLE_WORDS = BEGINS | {"glm4", "glm5", "minicpm5"}
 """Those that take a word of the vocabulary whole, whatever its pairs."""
 KEPT = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+TEMPLATE = "tokenizer.chat_template"
+"""The chat template; behind a dot the names of others, such as tool_use."""
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 WORD = "\u2581"
 DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
@@ -74,9 +76,11 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase | None:
     numbers = {name: stated.get(f"{name}_token_id", usual.get(name)) for name in ("bos", "eos", "unknown", "padding")}
     special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
     backend = _of_pieces(stated, special["unknown"]) if pieces else _of_bytes(stated, file)
+    templates = {key.removeprefix(f"{TEMPLATE}."): text for key, text in metadata.items() if key.startswith(f"{TEMPLATE}.")}
+    template = {"default": metadata.get(TEMPLATE), **templates} if templates else metadata.get(TEMPLATE)
     backend.add_tokens([*_added(stated, stripped=file.architecture == "phi3" and pieces)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, name_or_path=str(file.path.parent), chat_template=metadata.get("tokenizer.chat_template"),
+        tokenizer_object=backend, name_or_path=str(file.path.parent), chat_template=template,
         add_bos_token=stated.get("add_bos_token", pieces or pre in BEGINS), add_eos_token=stated.get("add_eos_token", False),
         bos_token=special["bos"], eos_token=special["eos"], unk_token=special["unknown"], pad_token=special["padding"],
         clean_up_tokenization_spaces=False,

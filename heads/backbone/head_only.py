@@ -20,8 +20,8 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.hooks import replaced_forward
-from headstart.heads.backbone.model_config import INTEGERS, empty_model, load_config, loaded_dtype, quantizing
-from headstart.heads.backbone.probes import decoder_of, find_postprocessing, width_of
+from headstart.heads.backbone.model_config import INTEGERS, empty_model, load_config, loaded_dtype, quantizing, rope_switch
+from headstart.heads.backbone.probes import UNTRIED, decoder_of, find_postprocessing, layer_kinds, width_of
 from headstart.heads.backbone.weight_files import WeightFiles
 from headstart.support.errors import UserError
 from headstart.support.hub import reaching, resolve
@@ -46,6 +46,9 @@ class HeadOnlyBackbone(Backbone):
 
     def _probe(self) -> None:
         """Find out how logits are made: the layers have no part in that, and other states stand in for theirs."""
+        self.rope_limit, self.rope_switches_once = rope_switch(self.config)
+        self.windows, self.recurrent, self.no_trees = layer_kinds(self.model, self.layers)
+        self.refusal = None if self.no_trees is None else f"{self.no_trees}; {UNTRIED}"
         rows_TD = self.unembed.weight[1:3].float()  # so that some logits are large, and a cap on them is seen
         hidden_1TD = (LOGIT * rows_TD / rows_TD.square().sum(-1, keepdim=True).clamp(min=1e-6))[None].to(self.dtype)
 

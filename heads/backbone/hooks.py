@@ -1,4 +1,5 @@
-"""Temporary changes to a model, undone after a pass or a call: evaluation mode, outputs collected or nudged, layers recomputed.
+"""What a model computes by that is not transformers' own, and whether each token is computed by itself there; temporary changes to a model,
+undone after a pass or a call: evaluation mode, outputs collected or nudged, layers recomputed.
 
 Recomputed layers (gradient checkpointing) keep their inputs alone, and compute their activations again in the backward.
 """
@@ -6,8 +7,8 @@ Recomputed layers (gradient checkpointing) keep their inputs alone, and compute 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
+from headstart.heads.backbone.adapter import tuner_state
 from headstart.support.errors import UserError
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -46,6 +49,86 @@ def _both(outer: Callable[[], AbstractContextManager[Any]], inner: Callable[[], 
 def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
     """Call the function, which draws no random numbers; the backward calls it again."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+RECORDING = "transformers.utils.output_capturing"
+"""Where hooks are from that transformers leaves on a model whose hidden states were asked for; they do nothing otherwise."""
+KNOWN = ("torch", "transformers")
+"""Packages whose layers compute each token by itself, as far as masks let them."""
+PASSING = ("training", "max_seq_len_cached")
+"""Settings of parts that calls change: the mode, and the longest text yet of rotary frequencies that depend on it."""
+ROWS, LOUD = 8, 1000.0
+"""Tokens beside which a linear layer computes one, and how much larger than its own their inputs are: beyond thresholds of outliers."""
+DEPENDS = 1e-3
+"""The share of a result's size that tokens beside it may change: in a pass of the same width 0 where each is computed by itself."""
+
+
+def hooks_on(part: nn.Module) -> list[int]:
+    """Return the numbers of the user's hooks on forward passes of this module, not of what is in it."""
+    tables = (part._forward_hooks, part._forward_pre_hooks)
+    return [number for table in tables for number, hook in table.items() if getattr(hook, "__module__", "") != RECORDING]
+
+
+def hooks(modules: Iterable[nn.Module]) -> list[int]:
+    """Return the numbers of the user's hooks on forward passes of these modules and of what is in them; none if there are none."""
+    return [number for module in modules for part in module.modules() for number in hooks_on(part)]
+
+
+def is_foreign(part: nn.Module) -> bool:
+    """Whether a module, not what is in it, computes by code that is neither torch's nor transformers'."""
+    weight = part._parameters.get("weight")
+    plain = weight is None or type(weight) in (Tensor, nn.Parameter)
+    return not plain or type(part).__module__.partition(".")[0] not in KNOWN or "forward" in vars(part) or bool(hooks_on(part))
+
+
+def structure(model: PreTrainedModel) -> list[Any]:
+    """Return what a model computes by besides its weights' values: kinds and settings of its parts, forwards, hooks."""
+    found: list[Any] = [str(vars(model.config.get_text_config())), tuner_state(model)]
+    for part in model.modules():
+        own = vars(part)
+        found += [type(part), own.get("forward"), hooks_on(part), *map(type, part._parameters.values())]
+        found += [value for name, value in own.items() if type(value) in (bool, int, float, str) and name[0] != "_" and name not in PASSING]
+    return found
+
+
+def computes(weight: Tensor) -> bool:
+    """False for torch's own tensors without data, or of which each process has a part."""
+    return type(weight) in (Tensor, nn.Parameter) and not weight.is_meta or type(weight).__module__.partition(".")[0] != "torch"
+
+
+@torch.no_grad()
+def find_dependence(model: PreTrainedModel) -> str | None:
+    """Return which layer computes a token otherwise beside other tokens, and what follows; None if none does.
+
+    Layers of towers and plain ones are not tried. Of linear ones that quantizations have, and foreign ones of one matrix, one of each kind
+    and size reads a token among copies of itself and, in the same place, among large inputs.
+    """
+    tried: dict[tuple[type, type, str], tuple[str, Any, int]] = {}
+    reads_text = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    for name, module in model.named_modules():
+        widths, foreign = [weight.shape[-1] for weight in module.parameters() if weight.ndim > 1], is_foreign(module)
+        width = vars(module).get("in_features", widths[0] if foreign and len(widths) == 1 else None)
+        tries = isinstance(width, int) and module in reads_text and (foreign or type(module) is not nn.Linear)
+        if tries and all(map(computes, module.parameters())):
+            tried.setdefault((type(module), type(module._parameters.get("weight")), repr(module)), (name, module, width))
+    embedded = model.get_input_embeddings().weight
+    for name, module, width in tried.values():
+        noise_TD = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
+        own_1D, among_TD = noise_TD[ROWS // 2 :][:1], LOUD * noise_TD
+        among_TD[ROWS // 2] = own_1D
+        found: list[Any] = []
+        with suppress(TypeError, ValueError, RuntimeError, IndexError):  # of layers that read something else
+            found = [module(one.expand(ROWS, -1).to(embedded)[None]) for one in (own_1D, own_1D, among_TD)]
+        if not found or not all(isinstance(one, Tensor) and one.shape[:2] == (1, ROWS) for one in found):  # a router gives its choice
+            continue
+        alone_D, again_D, beside_D = (one[0, ROWS // 2].float() for one in found)
+        share = float((beside_D - alone_D).norm() / alone_D.norm())
+        if not share <= max(DEPENDS, 3 * float((again_D - alone_D).norm() / alone_D.norm())):
+            return (
+                f"{type(model).__name__} computes a token otherwise beside other tokens ({type(module).__name__} {name}: by"
+                f" {share:.1%} in a test), so drafts and batches would change its text: drafts rest, and rows are decoded one at a time"
+            )
+    return None
 
 
 _counting = threading.Lock()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from headstart.heads.backbone.adapter import SHARED, changes_tables, require_alike
 from headstart.heads.backbone.chain_cache import chain_fault
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.hooks import computes, is_foreign
 from headstart.heads.backbone.model_config import CACHE
 from headstart.heads.backbone.recurrent import KIND, Branch, Recurrent, find_recurrent
 from headstart.support.errors import UserError, cause
@@ -31,6 +32,8 @@ def width_of(model: PreTrainedModel) -> int:
         if module is None or isinstance(module, nn.ModuleList):
             raise UserError(f"{name} does not name {part} for text, or several; heads need a model with one, perhaps that within it")
     for part, module in parts.items():
+        if not isinstance(module.weight, Tensor):
+            raise UserError(f"{name} has {part} without a matrix ({type(module)}), which heads share; quantize the other layers alone")
         if (own := module.weight.shape[-1]) != width:
             raise UserError(f"{name} has {part} of width {own} and layers of width {width}; heads need a model of one width")
     return int(width)
@@ -46,50 +49,6 @@ def layer_kinds(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[dict[str
         return attention_windows(stated, model), find_recurrent(type(model).__name__, layers, stated.get("layer_types") or []), None
     except UserError as error:
         return {}, None, str(error)
-
-
-ROWS, LOUD = 8, 1000.0
-"""Tokens beside which a linear layer computes one, and how much larger than its own their inputs are: beyond thresholds of outliers."""
-DEPENDS = 1e-3
-"""The share of a result's size that tokens beside it may change: in a pass of the same width 0 where each is computed by itself."""
-
-
-def computes(weight: Tensor) -> bool:
-    """False for torch's own tensors without data, or of which each process has a part."""
-    return type(weight) in (Tensor, nn.Parameter) and not weight.is_meta or type(weight).__module__.partition(".")[0] != "torch"
-
-
-@torch.no_grad()
-def find_dependence(model: PreTrainedModel) -> str | None:
-    """Return which linear layer computes a token otherwise beside other tokens, and what follows; None if none does.
-
-    Layers of towers and plain ones of torch are not tried. Of others, as quantizations have them, one of each kind and size reads a
-    token among copies of itself and, in the same place, among large inputs.
-    """
-    tried: dict[tuple[type, type, str], tuple[str, Any]] = {}
-    reads_text = {*model.get_decoder().modules(), model.get_output_embeddings()}
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        plain = type(module) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(module) or module not in reads_text
-        if isinstance(vars(module).get("in_features"), int) and not plain and all(map(computes, module.parameters())):
-            tried.setdefault((type(module), type(weight), repr(module)), (name, module))
-    embedded = model.get_input_embeddings().weight
-    for name, module in tried.values():
-        noise_TD = torch.randn(ROWS, module.in_features, generator=torch.Generator().manual_seed(0))
-        own_1D, among_TD = noise_TD[ROWS // 2 :][:1], LOUD * noise_TD
-        among_TD[ROWS // 2] = own_1D
-        given = (own_1D.expand(ROWS, -1), own_1D.expand(ROWS, -1), among_TD)
-        found = [module(rows_TD.to(embedded.device, embedded.dtype)[None]) for rows_TD in given]
-        if not all(isinstance(one, Tensor) and one.shape[:2] == (1, ROWS) for one in found):  # a router gives its choice
-            continue
-        alone_D, again_D, beside_D = (one[0, ROWS // 2].float() for one in found)
-        share = float((beside_D - alone_D).norm() / alone_D.norm())
-        if not share <= max(DEPENDS, 3 * float((again_D - alone_D).norm() / alone_D.norm())):
-            return (
-                f"{type(model).__name__} computes a token otherwise beside other tokens ({type(module).__name__} {name}: by"
-                f" {share:.1%} in a test), so drafts and batches would change its text: drafts rest, and rows are decoded one at a time"
-            )
-    return None
 
 
 def trial_tokens(model: PreTrainedModel) -> Tensor:
@@ -119,6 +78,9 @@ def mask_refusal(
             f"{type(model).__name__} leaves the KV cache empty, which transformers {transformers.__version__} calls {CACHE!r}: "
             "name that argument so in the forward functions of your own"
         )
+    foreign = recurrent is None and any(map(is_foreign, model.modules()))  # Gemma 4's own layers share keys
+    if foreign and any(layer.keys is None for layer in kept.layers if hasattr(layer, "keys")):
+        return f"{type(model).__name__} has layers that keep no keys"
     found, masked = _under_masks(read, tokens_1N, windows, recurrent, alone)
     ignored = found and off(found[0], found[1]) == 0  # of positions that are, little may depend on their order
     most = 1e-3 if ignored and alone.dtype == torch.float32 else 0.05
@@ -126,13 +88,15 @@ def mask_refusal(
     def follows(share: float) -> bool:
         return bool(found) and off(found[0], masked) <= share and off(masked, alone) <= max(share, 32 * torch.finfo(alone.dtype).eps)
 
-    if not alike or follows(most):
+    if not alike:
         return None
+    if follows(most):
+        return pass_refusal(model, read, tokens_1N, windows, recurrent)
     after = tokens_1N[:, 2:-1]
     within, beside = (read(torch.cat([before, rest], 1)).hidden_BTD[:, 2] for rest in (after, before[:, :1].expand_as(after)))
     if off(within, beside) > 0.005:  # in passes of one width, which round alike
         return reads_ahead(model)
-    return None if follows(3 * off(within, alone)) else follows_no_mask(model)
+    return pass_refusal(model, read, tokens_1N, windows, recurrent) if follows(3 * off(within, alone)) else follows_no_mask(model)
 
 
 def _under_masks(
@@ -151,6 +115,34 @@ def _under_masks(
             mask = dict.fromkeys(windows, seen[None, :3, :3])
             return found, read(tokens_1N[:, [0, 1, -1]], None, place[:, :3], mask).hidden_BTD[:, -1]
     return found, alone
+
+
+@torch.no_grad()
+def pass_refusal(
+    model: PreTrainedModel, read: Callable[..., Features], tokens_1N: Tensor, windows: dict[str, int | None], recurrent: Recurrent | None
+) -> str | None:
+    """Return why trees cannot be verified by a model whose foreign code computes a token by its place in a pass, by other rows or by the
+    pass before: a hook that changes the last token alone, a layer that remembers. ``read`` is `Backbone.read`."""
+    unembed = model.get_output_embeddings()
+    if recurrent is not None or not any(map(is_foreign, model.modules())):  # recurrent layers follow no mask
+        return None
+
+    def read_on(tokens_BT: Tensor, kept: DynamicCache, seen_TS: Tensor) -> Tensor:
+        place_BT, seen_BTS = seen_TS.sum(1).expand(tokens_BT.shape) - 1, seen_TS.bool().expand(len(tokens_BT), -1, -1)
+        return cast(Tensor, unembed(read(tokens_BT, kept, place_BT, dict.fromkeys(windows, seen_BTS)).hidden_BTD)[:1])
+
+    def first(count: int, rows: int = 1) -> Tensor:
+        """Logits of a token that is read as the first of so many continuations of two others, in the first of so many rows."""
+        begin_BT, after_BT = (torch.cat([part, part.flip(1)])[:rows] for part in (tokens_1N[:, :2], tokens_1N[:, 2 : 2 + count]))
+        read_on(begin_BT, kept := DynamicCache(), seen_33[:2, :2])
+        return read_on(after_BT, kept, torch.cat([seen_33.new_ones(count, 2), torch.eye(count).to(seen_33)], 1))[:, 0]
+
+    seen_33 = torch.ones(3, 3, dtype=torch.int64, device=tokens_1N.device).tril()
+    alone = first(1)
+    ways = {"other tokens follow it in a pass": first(4), "other rows are read with it": first(4, 2)}
+    ways["it follows others in a pass"] = read_on(tokens_1N[:, :3], DynamicCache(), seen_33)[:, 2]
+    unlike = [way for way, found in ways.items() if not off(found, alone) <= max(1e-3, 32 * torch.finfo(alone.dtype).eps)]
+    return f"{type(model).__name__} has layers or hooks of your own that compute a token otherwise where {unlike[0]}" if unlike else None
 
 
 def off(states_1D: Tensor, others_1D: Tensor) -> float:

@@ -196,6 +196,8 @@ def read_messages(turns: Any, where: str, form: str = "auto") -> list[Message]:
     turns = decode_list(turns, where)
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f"{where}: a conversation is a list of turns, each a mapping; got {shortened(turns)}")
+    if any(turn.get("role") != ASSISTANT and turn.get("tool_calls", 0) is None for turn in turns):  # lines that a table wrote
+        turns = without_fill(turns, level=1)
     messages = [_checked(_message(turn, f"{where}, turn {i}", form), f"{where}, turn {i}") for i, turn in enumerate(turns)]
     return _numbered(messages) if any(turn.get("from", turn.get("role")) in CALLS for turn in turns) else messages
 
@@ -252,6 +254,8 @@ def _checked(message: Message, where: str) -> Message:
         return message
     if not parts:
         raise UserError(f"{where}: content is text, or a list of parts with a type; got {shortened(content)}")
+    if role == ASSISTANT and (marked := next((mark for part in content for mark in MARKS if mark in part), None)):
+        raise UserError(f"{where}: a part of content has {marked}, which is read of whole turns: mark the turn, or remove it")
     content = [named(part) for part in content]
     taken = ("text",) if role == ASSISTANT else ("text", "image")
     other = next((part for part in content if part["type"] not in taken or not isinstance(part.get(part["type"]), str)), None)

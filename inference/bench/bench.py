@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ from headstart.inference.measure import Settings
 from headstart.inference.runtime import paused
 from headstart.inference.steps import Tally
 from headstart.support.devices import dtype_name, versions
+from headstart.support.errors import UserError
 from headstart.support.terminal import watched
 
 TIMED = 4
@@ -126,8 +128,10 @@ class Race:
         for i, prompt in asked.items():
             if not prompt.later:
                 continue
-            after = prompter.follow(prompt, self.leader.sequences[i][-1])
-            if context is None or len(after.ids_T) + self.settings.max_new_tokens <= context:
+            after = None
+            with suppress(UserError):  # the template may refuse what was written
+                after = prompter.follow(prompt, self.leader.sequences[i][-1])
+            if after is not None and (context is None or len(after.ids_T) + self.settings.max_new_tokens <= context):
                 following[i] = after
             else:
                 self.dropped_turns += len(prompt.later)

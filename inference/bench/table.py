@@ -160,7 +160,7 @@ def header(report: Row) -> list[str]:
     if report["dropped_prompts"] or report["dropped_turns"]:
         named = f" {shortened(report['set_aside'])}" if report["set_aside"] else ""
         prompts = f"{report['dropped_prompts']} prompts{named}"
-        lines.append(f"dropped, too long for the context: {prompts}, {report['dropped_turns']} later turns")
+        lines.append(f"dropped, too long for the context or refused by the template: {prompts}, {report['dropped_turns']} later turns")
     return lines
 
 

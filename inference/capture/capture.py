@@ -12,15 +12,15 @@ runs uncaptured from then on; the reason is logged once and kept (`Capturer.repo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.backbone.adapter import tuner_state
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.hooks import hooks
 from headstart.heads.kv.rows import FixedMemory
 from headstart.inference.capture.backend import Backend, Function
 from headstart.inference.capture.captured import PATIENCE, Captured, warn_once
@@ -173,27 +173,18 @@ def choose(name: str, device: torch.device) -> tuple[type[Backend] | None, str |
 
 SAMPLED = 32
 """Values of a weight that are compared."""
-RECORDING = "transformers.utils.output_capturing"
-"""Where hooks are from that transformers leaves on a model whose hidden states were asked for; they do nothing otherwise."""
 HOOKED = "forward hooks of your own are on the model, which a capture would not call"
 
 
 def dependencies(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Return what captures of these modules depend on, but for changes through ``.data``."""
     weights = [(weight.data_ptr(), version(weight)) for module in modules for weight in module.parameters()]
-    return (*weights, *(tuner_state(module) for module in modules), *hooks(modules))
+    return (*weights, *hooks(modules))
 
 
 def version(weight: Tensor) -> int:
     """How often the tensor was changed in place; changes through ``.data`` do not count."""
     return 0 if weight.is_inference() else weight._version
-
-
-def hooks(modules: Iterable[nn.Module]) -> list[int]:
-    """Return the numbers of the user's hooks on forward passes of these modules and of what is in them; none if there are none."""
-    parts = (part for module in modules for part in module.modules())
-    tables = (table for part in parts for table in (part._forward_hooks, part._forward_pre_hooks) if table)
-    return [number for table in tables for number, hook in table.items() if getattr(hook, "__module__", "") != RECORDING]
 
 
 def sample_of(modules: Sequence[nn.Module]) -> Tensor:

@@ -229,8 +229,7 @@ def test_one_scale_for_all_tokens_of_a_pass_is_named(dtype: torch.dtype) -> None
 
     model = tiny("llama").to(dtype)
     for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
-        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+        layer.mlp.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
     with pytest.raises(UserError, match="computes other hidden states where more tokens follow in a pass.* one dynamic scale"):
         Backbone(model)
 

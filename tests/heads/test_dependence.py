@@ -1,14 +1,19 @@
 """Models whose tokens are computed otherwise beside other tokens: the probe finds them, drafts rest, rows are decoded one at a time."""
 
 import logging
+from collections.abc import Callable
+from typing import Any, cast
 
+import peft
 import pytest
 import torch
-from families import left_padded, prompts, random_drafter, say, tiny
+from families import left_padded, prompts, random_drafter, say, shake, tiny
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import headstart
 from headstart.chat import prompts as chat_prompts
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.probes import attention_windows
@@ -42,11 +47,10 @@ def test_the_probe_tells_layers_that_look_at_other_rows() -> None:
 
 
 def test_plain_layers_are_not_tried() -> None:
-    model, calls = tiny("shallow"), list[int]()
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda module, inputs, _: calls.append(inputs[0].shape[1]))
-    Backbone(model)
+    calls = list[int]()
+    handle = register_module_forward_hook(lambda one, inputs, _: calls.extend(x.shape[1] for x in inputs if type(one) is nn.Linear))
+    Backbone(tiny("shallow"))
+    handle.remove()
     assert calls and 8 not in calls
 
 
@@ -139,3 +143,104 @@ def replaced(model: PreTrainedModel, kind: type[Columns]) -> PreTrainedModel:
             if type(module) is nn.Linear:
                 module.__class__ = kind
     return model
+
+
+class Packed(nn.Module):
+    """A linear layer of the user's own, of which no attribute states the width: LLM.int8's outliers, hardly visible without large ones."""
+
+    def __init__(self, of: nn.Linear) -> None:
+        super().__init__()
+        self.inner = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out * 0.9 if (x.abs() >= 50).any() else out
+
+
+class Remembering(Packed):
+    """Adds what it gave for the last token of the pass before."""
+
+    before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        before, self.before = self.before if x.shape[1] == 1 else None, out[:, -1:].clone()
+        return out if before is None else out + before
+
+
+class Centred(Packed):
+    """Takes off what the rows of a batch share."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out - out.mean(0, keepdim=True) / 2 if len(out) > 1 else out
+
+
+def steered(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+    """A hook that changes the last token of a pass alone."""
+    output = output.clone()
+    output[:, -1] += torch.linspace(-1, 1, output.shape[-1])
+    return cast(Tensor, output)
+
+
+def of_mlp(change: Callable[[nn.Module], Any]) -> Callable[[PreTrainedModel], Any]:
+    return lambda model: change(model.base_model.layers[1].mlp)
+
+
+CHANGES: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
+    "layers replaced": (lambda model: replaced(model, Columns), "rests"),
+    "output layer": (lambda model: setattr(model.lm_head, "__class__", Columns), "rests"),
+    "layer of one's own": (of_mlp(lambda mlp: setattr(mlp, "down_proj", Packed(mlp.down_proj))), "rests"),
+    "activation": (of_mlp(lambda mlp: setattr(mlp, "act_fn", nn.Tanh())), ""),
+    "setting": (lambda model: setattr(model.base_model.layers[1].input_layernorm, "variance_epsilon", 10.0), ""),
+    "cap": (lambda model: setattr(model.config, "final_logit_softcapping", 0.05), ""),
+    "last token": (lambda model: model.base_model.layers[1].register_forward_hook(steered), "other tokens follow it in a pass"),
+    "last logits": (lambda model: model.lm_head.register_forward_hook(steered), "other tokens follow it in a pass"),
+    "memory": (of_mlp(lambda mlp: setattr(mlp, "down_proj", Remembering(mlp.down_proj))), "of your own that compute a token otherwise"),
+    "rows": (of_mlp(lambda mlp: setattr(mlp, "down_proj", Centred(mlp.down_proj))), "other rows are read with it"),
+    "skipped": (lambda model: setattr(model.base_model.layers[1], "forward", lambda hidden, *_, **__: hidden), "layers that keep no keys"),
+    "window": (lambda model: setattr(model.config, "sliding_window", 3), "its windows or rotary frequencies are others"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_after_heads_were_loaded_counts_or_is_refused(change: str) -> None:
+    make, said = CHANGES[change]
+    model, row = tiny("gemma3" if change in ("cap", "window") else "shallow"), left_padded(prompts((9,)))
+    how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    of = headstart.load(None, backbone=model, proposers=("suffix", "recycling"), capture="trace")
+    before = say(of, row, **how)
+    make(model)
+    if said in ("", "rests"):
+        found = say(of, row, **how)
+        assert (of.backbone.dependence is not None) == (said == "rests")
+        assert torch.equal(found, say(headstart.load(None, backbone=model, capture="off"), row, **how))
+        assert said or torch.equal(found, model.generate(**row, **how)) and not torch.equal(found, before)
+        return
+    for _ in range(2):
+        with pytest.raises(UserError, match="the model was changed since heads were loaded: ") as caught:
+            say(of, row, **how)
+        assert said in str(caught.value) and "\n" not in str(caught.value)
+    if change in ("last token", "last logits", "memory"):
+        with pytest.raises(UserError, match="has layers or hooks of your own that compute a token otherwise where"):
+            headstart.load(None, backbone=model)
+
+
+def test_an_adapter_that_mixes_by_the_whole_pass_is_tried_when_it_is_enabled() -> None:
+    model, row = tiny("shallow"), left_padded(prompts((9,)))
+    wrapped = peft.get_peft_model(model, peft.LilyConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    wrapped.base_model.disable_adapter_layers()
+    of = headstart.load(None, backbone=model)
+    say(of, row, max_new_tokens=4)
+    assert of.backbone.dependence is None
+    wrapped.base_model.enable_adapter_layers()
+    shake(wrapped)
+    say(of, row, max_new_tokens=4)
+    assert of.backbone.dependence is not None
+
+
+def test_an_output_layer_without_a_matrix_is_one_line() -> None:
+    model = tiny("shallow")
+    model.lm_head = torch.ao.nn.quantized.dynamic.Linear(model.config.hidden_size, model.config.vocab_size)
+    with pytest.raises(UserError, match="has an output layer without a matrix .* quantize the other layers alone"):
+        headstart.load(None, backbone=model)

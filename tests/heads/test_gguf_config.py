@@ -64,6 +64,11 @@ def config_of(folder: Path, architecture: str, stated: dict[str, Any], tensors: 
         ("gemma3", RMS | WIDE | BASE | {"block_count": 62, "attention.head_count": 8}, {"query_pre_attn_scalar": 8}),
         ("qwen2moe", RMS | {"expert_count": 8, "expert_feed_forward_length": 24}, {"moe_intermediate_size": 24, "num_experts": 8}),
         ("gpt2", NORM | {"attention.head_count_kv": 4}, {"max_position_embeddings": 4096}),
+        ("mistral", RMS | BASE, {"sliding_window": False}),
+        ("qwen3moe", RMS | WIDE | {"expert_count": 8, "expert_weights_norm": False}, {"norm_topk_prob": False}),
+        ("qwen2moe", RMS | {"expert_count": 8, "expert_weights_norm": True, "expert_gating_func": 1}, {"norm_topk_prob": True}),
+        ("llama", RMS | {"rope.scaling.factor": 4.0}, {"factor": 4.0}),
+        ("qwen2", RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, {"original_max_position_embeddings": 4096}),
     ],
 )  # fmt: skip
 def test_what_transformers_leaves_out(
@@ -150,6 +155,8 @@ def test_windows_of_some_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture
          "llama.attention.sliding_window = 512, llama.router = 0.25"),
         ("qwen2", RMS | {"attention.sliding_window": 512}, "qwen2.attention.sliding_window = 512"),
         ("llama", RMS | {"rope.dimension_count": 8, "attention.key_length": 16}, "llama.rope.dimension_count = 8"),
+        ("llama", RMS | {"attention.causal": False}, "llama.attention.causal = False"),
+        ("qwen2moe", RMS | {"expert_count": 8, "expert_gating_func": 2}, "qwen2moe.expert_gating_func = 2"),
         ("gpt2", NORM | {"attention.head_count_kv": [2, 2]}, "gpt2.attention.head_count_kv = [2, 2]"),
         ("qwen2", RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024,
                          "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.attn_factor": 0.5}, "qwen2.rope.scaling.attn_factor = 0.5"),
@@ -265,6 +272,12 @@ def test_texts_come_back_and_so_does_a_saved_tokenizer(keys: dict[str, Any], tmp
         assert ids(again, text) == ids(tokenizer, text)
         if not any(whole in text for whole in ("<", "\n\n", "     ")):  # a space stands behind these too
             assert tokenizer.decode(ids(tokenizer, text)) == text
+
+
+def test_templates_by_name_are_read(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "two.gguf", *chat_model(), tokenizer__chat_template__tool_use="with {{ tools }}")
+    named = load_tokenizer(str(file)).chat_template
+    assert isinstance(named, dict) and named == {"default": chat_model()[1].chat_template, "tool_use": "with {{ tools }}"}
 
 
 def test_white_space_behind_the_special_tokens_of_phi3(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def changed(on: Backbone, by: float) -> Backbone:
     model = Backbone(chat_model(tie_word_embeddings=False)[0])
     model.gguf = on.gguf
     with torch.no_grad():
-        for mine, weight in zip(model._matrices, on._matrices, strict=True):
+        for mine, weight in ((model.embed.weight, on.embed.weight), (model.unembed.weight, on.unembed.weight)):
             mine.copy_(weight + by * weight.std() * torch.randn(weight.shape, generator=noise))
     return model
 

@@ -76,7 +76,7 @@ FAULTS = (
           "(layer + 1) % value != 0", "layer % value != 0", "heads/test_gguf_config.py"),
     Fault("another adapter is taken", "heads/backbone/backbone.py",
           "!= digest and not allow_other", "!= digest and digest is None", "training/test_adapter.py"),
-    Fault("the probe's neighbours are quiet", "heads/backbone/probes.py",
+    Fault("the probe's neighbours are quiet", "heads/backbone/hooks.py",
           "ROWS, LOUD = 8, 1000.0", "ROWS, LOUD = 8, 0.0", "heads/test_dependence.py"),
     # what is drafted, captures, other ways to decode
     Fault("acceptance learned a depth too deep", "inference/acceptance.py",

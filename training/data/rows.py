@@ -128,7 +128,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from map(without_fill, batch.to_pylist())
+            yield from map(without_fill, batch.to_pylist(maps_as_pydicts="lossy"))
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {cause(error)}; check the file") from None
 

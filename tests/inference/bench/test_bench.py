@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -238,6 +239,14 @@ def test_later_turns_follow_the_answers_of_autoregressive_decoding():
     assert sample["prompt"].endswith("assistant\n")
 
 
+def test_a_later_turn_that_the_template_refuses_is_dropped():
+    heads, prompter = talker()
+    settings = replace(prompter.settings, template="{{ raise_exception('no') if messages | length > 2 else messages[0].content }}")
+    prompter = replace(prompter, settings=settings)
+    report = compare([("m", heads)], [question(prompter, "two", "six")], Plan(6, tree=TREE), prompter)
+    assert report["dropped_turns"] == 1 and report["results"][0]["tokens"] == 6
+
+
 def test_what_does_not_fit_the_context():
     heads, prompter = talker()
     short, long = question(prompter, "two", "two " * 20, "six"), question(prompter, "two " * 70)
@@ -245,7 +254,7 @@ def test_what_does_not_fit_the_context():
     assert report["dropped_turns"] == 2 and report["results"][0]["tokens"] == 30 and "2 later turns" in printed(report)
     report = compare([("m", heads)], [short, long], Plan(30, tree=TREE))
     assert (report["dropped_prompts"], report["set_aside"], report["prompts"]) == (1, [2], 1)
-    assert "dropped, too long for the context: 1 prompts [2], 0 later turns" in printed(report)
+    assert "dropped, too long for the context or refused by the template: 1 prompts [2], 0 later turns" in printed(report)
     with pytest.raises(UserError, match="the shortest prompt has"):
         compare([("m", heads)], [long], Plan(30, tree=TREE))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 from chat_run import conversations, make_chat_model, make_chat_recipe, write_rows
 from chat_templates import CHATML, OPENING, PLAIN, QWEN3, make_samples, make_tokenizer
@@ -164,6 +165,24 @@ def test_rows_of_tables_are_those_of_lines(tmp_path: Path) -> None:
     assert want[0][0][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo", "places": [{"x": 1}]}
     for name in ("rows.parquet", "saved", "table.jsonl"):
         assert read(tmp_path / name) == want, name
+
+
+def test_calls_without_tools_and_maps_of_tables(tmp_path: Path) -> None:
+    alone = [{"messages": row["messages"]} for row in CALLED]
+    datasets.Dataset.from_list(alone).to_json(tmp_path / "table.jsonl")
+    write_rows(tmp_path / "rows.jsonl", alone)
+    assert read(tmp_path / "table.jsonl") == read(tmp_path / "rows.jsonl")
+    text = pyarrow.string()
+    function = pyarrow.struct({"name": text, "arguments": pyarrow.map_(text, text)})
+    turn = pyarrow.struct({"role": text, "content": text, "tool_calls": pyarrow.list_(pyarrow.struct({"function": function}))})
+    turns = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": [("city", "Oslo")]}}]}]
+    pyarrow.parquet.write_table(pyarrow.table({"messages": pyarrow.array([turns], pyarrow.list_(turn))}), tmp_path / "maps.parquet")
+    assert read(tmp_path / "maps.parquet")[0][0][0]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+
+
+def test_a_mark_of_a_part_is_refused() -> None:
+    with pytest.raises(UserError, match="turn 1: a part of content has weight, which is read of whole turns: mark the turn, or remove it"):
+        labels({"messages": [talk()[0], {"role": "assistant", "content": [{"type": "text", "text": "Four.", "weight": 0}]}]})
 
 
 def test_nulls_of_lines_are_values_and_contents_of_tables_stay(tmp_path: Path) -> None:
