@@ -44,8 +44,10 @@ SHARED = "recipes/shared"
 DRAFT_VOCAB = 32_000
 CPU_KINDS, CPU_SHARE = ("eagle", "eagle3"), 0.5
 """On a CPU, heads that pass through one layer for each depth draft of fewer tokens and depths, which are trained at fewer positions."""
-CPU_ROWS, CPU_ANSWERS = 4, {"max_new_tokens": 256, "unfinished": "keep", "batch_size": 32}
+CPU_ROWS, CPU_ANSWERS = 4, {"max_new_tokens": 256, "unfinished": "keep"}
 """On a CPU: rows of a step over a file, and how the model answers, for as many tokens as possible in the time that there is."""
+TOGETHER, SMALL = 32, 2_000_000_000
+"""Rows that models of fewer weights answer together on a CPU: the KV cache of so many is small beside them."""
 BATCH_TOKENS = 32_768
 RATE_WIDTH, AUTO_WIDTH = 4096, 1024
 WIDE = 8192
@@ -136,6 +138,8 @@ def propose(facts: ModelFacts, method: str, machine: Machine, data: str | None =
         "train": _train(facts, part, preset, length, machine),
         "save": {"dir": f"out/{facts.name}/{method}"},
     }  # fmt: skip
+    if not machine.accelerator and facts.parameters < SMALL:
+        values["regenerate"]["batch_size"] = TOGETHER
     if machine.accelerator:
         values["backbone"]["dtype"] = values["train"]["precision"] = "bf16"
     if preset == TEXT and facts.packable:

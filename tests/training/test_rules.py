@@ -258,5 +258,7 @@ def test_on_a_cpu_steps_are_short() -> None:
     mine, of_gpu = (propose(FACTS, "eagle3", machine, "someone/rows").tree for machine in (cpu, GPU))
     assert (mine["train"]["lr"], mine["train"]["batch_size"], mine["train"]["epochs"]) == ("auto", 4, 4)
     assert (of_gpu["train"]["lr"], of_gpu["train"]["batch_size"], of_gpu["train"]["epochs"]) == (1e-4, 16, 2)
-    assert mine["regenerate"] == of_gpu["regenerate"] | {"max_new_tokens": 256, "unfinished": "keep", "batch_size": 32}
+    assert mine["regenerate"] == of_gpu["regenerate"] | {"max_new_tokens": 256, "unfinished": "keep"}
+    small = propose(dataclasses.replace(FACTS, parameters=500_000_000), "eagle3", cpu, "someone/rows").tree
+    assert small["regenerate"] == mine["regenerate"] | {"batch_size": 32}
     assert propose(FACTS, "medusa", cpu, "someone/rows").tree["train"]["batch_size"] == 4
