@@ -89,7 +89,9 @@ class WarmStart:
                 tensor[known_DV] = source[rows_DV[known_DV]]
             else:
                 tensor.copy_(source)
-        summary = f"{self.path}: {len(ours) - len(new)} tensors" + (f", new are {_listed(new)}" if new else "")
+        parts = Counter(part for name in new for part in name.split(".") if part in Block.added)  # of equal ones how many
+        listed = " and ".join(f"{count} of {part}" for part, count in parts.items())
+        summary = f"{self.path}: {len(ours) - len(new)} tensors" + (f", new are {listed}" if new else "")
         if output_names and not torch.equal(trained_DV, _tokens(drafter)):
             kept, size = int((rows_DV >= 0).sum()), len(rows_DV)
             summary += f", {kept:,} of {size:,} draft tokens among them and {size - kept:,} new"
@@ -154,12 +156,6 @@ def _output_names(drafter: Drafter) -> set[str]:
 def _added(drafter: Drafter, name: str) -> bool:
     """Return whether a weight may start without a trained one."""
     return isinstance(drafter, Block) and any(part in name.split(".") for part in Block.added)
-
-
-def _listed(names: list[str]) -> str:
-    """List weights, those of equal parts once."""
-    parts = Counter(part for name in names for part in name.split(".") if part in Block.added)
-    return " and ".join(f"{count} of {part}" for part, count in parts.items())
 
 
 def _shape(state: dict[str, Tensor], name: str) -> str:

@@ -199,7 +199,6 @@ class Decoder:
         return numbers if len(lengths) == len(numbers) else [number for _, number in lengths]
 
     def _remove(self, over: list[int]) -> None:
-        """Remove these rows."""
         if not over:
             return
         going = [b for b in range(len(self.rows)) if b not in {*over}]

@@ -49,7 +49,11 @@ def grammar(
     if regex is not None:
         kind, text = f"the regular expression {regex!r}", matcher.grammar_from_regex(regex)
     else:
-        kind, text = "the JSON schema", _of_schema(matcher, json_schema)
+        try:
+            schema = json.dumps(json.loads(json_schema) if isinstance(json_schema, str) else json_schema)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"the JSON schema is not JSON ({_one_line(str(error))}); give a schema, or its text") from None
+        kind, text = "the JSON schema", matcher.grammar_from_json_schema(schema)
     failed, messages = matcher.validate_grammar_with_warnings(text, made)
     if failed:
         raise UserError(f"{kind} cannot be used ({_one_line(messages[0])}); see docs/decode.md for what is allowed")
@@ -69,7 +73,6 @@ class Grammar(LogitsProcessor):
         return torch.cat([self.of_row(row)(*pair) for row, pair in enumerate(pairs)])
 
     def of_row(self, row: int) -> GrammarRow:
-        """The processor of one row."""
         while len(self._rows) <= row:
             self._rows.append(GrammarRow(self.tokenizer, self.text))
         return self._rows[row]
@@ -170,15 +173,6 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, end_tokens: int | Sequence[in
         except ValueError as error:
             raise UserError(f"grammars cannot read the tokenizer {type(tokenizer).__name__} ({_one_line(str(error))})") from None
     return made[key]
-
-
-def _of_schema(matcher: Any, schema: str | bool | Mapping[str, Any] | None) -> str:
-    try:
-        text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"the JSON schema is not JSON ({_one_line(str(error))}); give a schema, or its text") from None
-    grammar: str = matcher.grammar_from_json_schema(text)
-    return grammar
 
 
 def _one_line(message: str) -> str:

@@ -84,7 +84,6 @@ class Tally:
         return tally
 
     def add(self, step: Step) -> None:
-        """Add a step."""
         lengths, trees = [*step.written.values()], [step.trees[number] for number in step.written if step.trees]
         self.join(
             Tally(

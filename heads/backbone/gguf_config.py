@@ -202,8 +202,8 @@ def _set_rope(config: PretrainedConfig, file: GgufFile) -> None:
     kind, factor = stated.get("type", "linear" if "factor" in stated else None), stated.get("factor") or 1.0
     if one.get("rope_type", "default") != "default":
         return
-    if ROPE_FACTORS in file.header.tensors:
-        one |= _llama3(one["rope_theta"], _values(file, ROPE_FACTORS))
+    if (tensor := file.header.tensors.get(ROPE_FACTORS)) is not None:
+        one |= _llama3(one["rope_theta"], np.fromfile(file.path, np.float32, tensor.elements, offset=tensor.place))
     elif kind in ("linear", "yarn"):
         length = stated.get("original_context_length") or file.header.metadata.get(f"{file.architecture}.context_length")
         original = {"original_max_position_embeddings": length} if kind == "yarn" else {}
@@ -223,9 +223,3 @@ def _llama3(theta: float, factors: np.ndarray) -> dict[str, Any]:
             found = {"factor": float(f"{factors.max():.5g}"), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             return {"rope_type": "llama3", **found, "original_max_position_embeddings": original}
     raise ValueError("its rotary frequencies are divided by factors that are not those of Llama 3")
-
-
-def _values(file: GgufFile, name: str) -> np.ndarray:
-    """Return an fp32 tensor of the file."""
-    tensor = file.header.tensors[name]
-    return np.fromfile(file.path, np.float32, tensor.elements, offset=tensor.place)

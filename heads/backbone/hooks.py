@@ -155,18 +155,15 @@ class Evaluation:
                 self._holders += 1
                 if self._holders == 1:
                     self._training = [part for part in self.module.modules() if part.training]
-                    _set_training(self._training, False)
+                    for part in self._training:  # not train(), which also sets what is below
+                        part.training = False
             yield
         finally:
             with _counting:
                 self._holders -= 1
                 if self._holders == 0:
-                    _set_training(self._training, True)
-
-
-def _set_training(modules: list[nn.Module], training: bool) -> None:
-    for module in modules:  # not train(), which also sets what is below
-        module.training = training
+                    for part in self._training:
+                        part.training = True
 
 
 @contextmanager

@@ -198,20 +198,18 @@ def quantizing(dtype: str, gguf: bool) -> QuantizationConfigMixin | None:
     ``gguf``: the weights are those of a GGUF file, which are dequantized; UserError for integers.
     """
     if dtype not in INTEGERS:
-        return _dequantizing() if gguf else None
+        if not gguf:
+            return None
+        try:
+            from transformers import GgufConfig
+        except ImportError:
+            raise UserError(f"transformers {transformers.__version__} is too old for GGUF files; 5.23 reads them") from None
+        return GgufConfig(dequantize=True)
     if gguf:
         raise UserError(f"dtype {dtype} quantizes safetensors, and this is a GGUF file: take auto, fp32, bf16 or fp16")
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
         raise UserError(f"dtype {dtype} needs optimum-quanto: pip install 'headstart[quantized]', or take auto, fp32, bf16 or fp16")
     return QuantoConfig(weights=dtype)
-
-
-def _dequantizing() -> QuantizationConfigMixin:
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        raise UserError(f"transformers {transformers.__version__} is too old for GGUF files; 5.23 reads them") from None
-    return GgufConfig(dequantize=True)
 
 
 def quantization(model: PreTrainedModel) -> str:

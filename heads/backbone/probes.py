@@ -82,21 +82,20 @@ def mask_refusal(
     if foreign and any(layer.keys is None for layer in kept.layers if hasattr(layer, "keys")):
         return f"{type(model).__name__} has layers that keep no keys"
     found, masked = _under_masks(read, tokens_1N, windows, recurrent, alone)
-    ignored = found and off(found[0], found[1]) == 0  # of positions that are, little may depend on their order
-    most = 1e-3 if ignored and alone.dtype == torch.float32 else 0.05
+    exact = found and off(*found) == 0 and alone.dtype == torch.float32  # of positions that are ignored, little may depend on their order
 
     def follows(share: float) -> bool:
         return bool(found) and off(found[0], masked) <= share and off(masked, alone) <= max(share, 32 * torch.finfo(alone.dtype).eps)
 
-    if not alike:
-        return None
-    if follows(most):
-        return pass_refusal(model, read, tokens_1N, windows, recurrent)
-    after = tokens_1N[:, 2:-1]
-    within, beside = (read(torch.cat([before, rest], 1)).hidden_BTD[:, 2] for rest in (after, before[:, :1].expand_as(after)))
-    if off(within, beside) > 0.005:  # in passes of one width, which round alike
-        return reads_ahead(model)
-    return pass_refusal(model, read, tokens_1N, windows, recurrent) if follows(3 * off(within, alone)) else follows_no_mask(model)
+    if alike and not follows(1e-3 if exact else 0.05):
+        after = tokens_1N[:, 2:-1]
+        within, beside = (read(torch.cat([before, rest], 1)).hidden_BTD[:, 2] for rest in (after, before[:, :1].expand_as(after)))
+        if off(within, beside) > 0.005:  # in passes of one width, which round alike
+            fault = f"{type(model).__name__} computes other hidden states where more tokens follow in a pass, so trees change its tokens"
+            return f"{fault}; heads need a model that attends to earlier ones only, and no quantization with one dynamic scale for a pass"
+        if not follows(3 * off(within, alone)):
+            return follows_no_mask(model)
+    return pass_refusal(model, read, tokens_1N, windows, recurrent) if alike else None
 
 
 def _under_masks(
@@ -284,9 +283,3 @@ def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[st
 def follows_no_mask(model: PreTrainedModel) -> str:
     """Return what is wrong with a model that reads no trees."""
     return f"{type(model).__name__} does not follow a 4-D attention mask and explicit positions, so it can't read trees"
-
-
-def reads_ahead(model: PreTrainedModel) -> str:
-    """Return what is wrong with a model whose hidden states depend on tokens after them in a pass."""
-    fault = f"{type(model).__name__} computes other hidden states where more tokens follow in a pass, so trees change its tokens"
-    return f"{fault}; heads need a model that attends to earlier ones only, and no quantization with one dynamic scale for a pass"

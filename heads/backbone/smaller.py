@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone.adapter import BASE_LAYER, plain_weight
@@ -102,10 +101,14 @@ def copy_pruned(backbone: Backbone, model: PreTrainedModel, layers: Sequence[int
 
 @torch.no_grad()
 def copy_model(source: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Copy the weights of a model of the same configuration but for the vocabulary's size and tied layers."""
+    """Copy the weights of a model of the same configuration but for the vocabulary's size, by which rows are left out or are the average of
+    the others, and tied layers."""
     held = dict(source.named_parameters(remove_duplicate=False))
     for name, weight in model.named_parameters(remove_duplicate=False):
-        weight.copy_(_with_rows(held[name], weight.shape[0]))
+        rows = min(len(held[name]), len(weight))
+        weight[:rows] = held[name][:rows]
+        if rows < len(weight):
+            weight[rows:] = held[name].float().mean(0)
 
 
 @torch.no_grad()
@@ -117,13 +120,6 @@ def resize(model: PreTrainedModel, vocab: int) -> None:
     model.resize_token_embeddings(vocab, mean_resizing=False)
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         table.weight[before:] = table.weight[:before].float().mean(0).to(table.weight.dtype)
-
-
-def _with_rows(weight: Tensor, rows: int) -> Tensor:
-    """Cut a tensor to its first rows, or append their average."""
-    if len(weight) >= rows:
-        return weight[:rows]
-    return torch.cat([weight, weight.float().mean(0, keepdim=True).to(weight.dtype).expand(rows - len(weight), *weight.shape[1:])])
 
 
 def find_tokenizer(path: str) -> PreTrainedTokenizerBase | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +57,8 @@ def attend(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS
     accelerator its fast kernels do not group them, beside a mask, so the query heads of one key head become further queries.
     """
     if _is_one_operation(query_BHNC):
-        return _few_queries(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
+        scale = query_BHNC.shape[-1] ** -0.5 if scale is None else scale
+        return cast(Tensor, few_queries(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)).transpose(1, 2)
     if query_BHNC.device.type == "cpu" and query_BHNC.dtype == torch.bfloat16 and query_BHNC.shape[2] == 1:
         mask_B1NS = mask_B1NS.float() if mask_B1NS.is_floating_point() else mask_B1NS
         return attend(query_BHNC.float(), keys_BGSC.float(), values_BGSC.float(), mask_B1NS, scale).bfloat16()
@@ -140,12 +141,6 @@ def few_queries(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale
 def _(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     B, H, N, _ = query.shape
     return query.new_empty(B, N, H, values.shape[-1])
-
-
-def _few_queries(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None) -> Tensor:
-    scale = query_BHNC.shape[-1] ** -0.5 if scale is None else scale
-    output: Tensor = few_queries(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
-    return output.transpose(1, 2)
 
 
 def _is_one_operation(query_BHNC: Tensor) -> bool:

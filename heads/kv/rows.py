@@ -32,7 +32,6 @@ def map_stores(change: Callable[[Tensor], Tensor], state: Any) -> Any:
 
 
 def list_stores(state: Any) -> list[Tensor]:
-    """List the stores of a state, in order."""
     stores: list[Tensor] = []
 
     def note(store: Tensor) -> Tensor:

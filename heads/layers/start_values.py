@@ -165,7 +165,6 @@ class LinearFit:
         return max(12_000, 4 * inputs)
 
     def add(self, inputs_TX: Tensor, targets_TD: Tensor) -> None:
-        """Add positions."""
         for x_TX, y_TD in zip(inputs_TX.split(self.CHUNK), targets_TD.split(self.CHUNK), strict=True):
             x_TX, y_TD = x_TX.float(), y_TD.float()
             self.products_XX += (x_TX.mT @ x_TX).to(self.products_XX.device)

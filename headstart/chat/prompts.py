@@ -97,11 +97,6 @@ class Prompter:
         messages = (*prompt.messages, self.answered(prompt.messages, answer_T), _question(prompt.later[0]))
         return replace(prompt, ids_T=self._render(messages), messages=messages, later=prompt.later[1:])
 
-    def excerpt(self, text: str) -> Tensor:
-        """The first ``prompt_tokens`` tokens of a document, or half of a shorter one."""
-        ids_T = self.begin(text)
-        return ids_T[: prompt_length(len(ids_T), self.prompt_tokens)]
-
     def of_row(self, row: Row) -> Prompt:
         """The prompt of a file's row. Raises UserError (without the line number) if the row has none."""
         column = next((name for name in COLUMNS if row.get(name)), None)
@@ -109,13 +104,19 @@ class Prompter:
             raise UserError(f"no column to ask with (found {', '.join(row) or 'none'}; known: {', '.join(COLUMNS)})")
         value = row[column]
         if column in ("messages", "conversations") or (column == "prompt" and isinstance(value, list)):
-            return Prompt(self.converse(*_up_to_the_answer(row, column)))
+            messages, tools = read_conversation(row, column, column)
+            answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+            asking = messages[: answers[-1]] if answers else messages  # up to the last answer
+            if not asking:
+                raise UserError(f"{column} begins with its last answer: nothing is asked")
+            return Prompt(self.converse(asking, tools))
         questions = value if column == "turns" and isinstance(value, list) else [value]
         odd = next((question for question in questions if not isinstance(question, str)), None)
         if odd is not None:
             raise UserError(f"{column}: text expected; got {type(odd).__name__}")
         if column == "text":
-            return Prompt(self.excerpt(value))
+            ids_T = self.begin(value)
+            return Prompt(ids_T[: prompt_length(len(ids_T), self.prompt_tokens)])
         asked = tuple(read_pair(row | {column: questions[0]}, column, "", column)[0])
         return Prompt(self._render(asked), messages=asked, later=tuple(questions[1:]))
 
@@ -195,13 +196,3 @@ def _chosen(rows: list[tuple[int, Row, str]], per_task: int | None) -> Iterator[
 
 def _question(text: str) -> Message:
     return {"role": "user", "content": text}
-
-
-def _up_to_the_answer(row: Row, column: str) -> tuple[list[Message], Any]:
-    """The messages before the assistant's last one, or all messages if there is none; and the tools."""
-    messages, tools = read_conversation(row, column, column)
-    answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-    asked = messages[: answers[-1]] if answers else messages
-    if not asked:
-        raise UserError(f"{column} begins with its last answer: nothing is asked")
-    return asked, tools

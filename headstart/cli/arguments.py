@@ -46,7 +46,6 @@ def number(least: float, most: float = math.inf, above: bool = False) -> Callabl
 
 
 def temperature(text: str) -> float:
-    """Parse a temperature."""
     if not is_temperature(value := _float(text)):
         raise argparse.ArgumentTypeError(f"a temperature is {TEMPERATURES}; got {text[:40]!r}")
     return value

@@ -99,7 +99,6 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Chat in a terminal or through a pipe."""
     with waiting("importing torch and transformers"):
         from headstart.cli.conversation import Chat, converse
         from headstart.cli.loading import backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of

@@ -24,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,18 +57,13 @@ class Command:
         """Add the subcommand's parser, with ``arguments`` that its module defines or without."""
         style = argparse.RawDescriptionHelpFormatter
         parser = subparsers.add_parser(
-            self.name, help=self.about, description=self.about, epilog=self.example if arguments else None, formatter_class=style,
-            allow_abbrev=False,
+            self.name, help=self.about, description=self.about, formatter_class=style, allow_abbrev=False,
+            epilog=self._of("{}_EXAMPLE", upper=True) if arguments else None,
         )  # fmt: skip
         if arguments:
             self._of("add_{}")(parser)
             add_debug(parser)
             parser.set_defaults(command=self)
-
-    @property
-    def example(self) -> str:
-        """Examples below the command's help."""
-        return str(self._of("{}_EXAMPLE", upper=True))
 
     def _of(self, form: str, upper: bool = False) -> Any:
         name = self.function or self.name
@@ -171,7 +167,8 @@ class Guard:
             print("interrupted", file=sys.stderr)
             self.status = INTERRUPTED
         elif isinstance(error, BrokenPipeError):
-            _discard_output()
+            with suppress(OSError, ValueError, AttributeError):  # no file behind it; else output that is not written yet goes nowhere
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.status = BROKEN_PIPE
         elif isinstance(error, UserError):
             self.status = report(str(error), USER)
@@ -239,11 +236,3 @@ def _log(error: Exception, folder: Path | None) -> Path | None:
         except OSError:
             continue
     return None
-
-
-def _discard_output() -> None:
-    """Send output that is not written yet to the null device, so that the interpreter ends silently."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, AttributeError):  # no file behind it
-        pass

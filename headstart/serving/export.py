@@ -186,7 +186,6 @@ def _report(heads: Checkpoint, layout: Layout, served: Served, engine: str | Non
 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:
-    """Return a report as text."""
     first = f"{METHODS[report['method']]}: {report['heads']['path']} written to {out}, layout {report['layout']}"
     notes = [f"  {note}" for note in report["notes"]]
     launch = [line for one in report["launch"].values() for line in ("", one["support"], f"  {one['line']}")]

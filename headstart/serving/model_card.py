@@ -53,8 +53,6 @@ class Measured:
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads to publish."""
-
     folder: Path
     method: str
     """See `engines.METHODS`, or the kind of code of the user's own."""

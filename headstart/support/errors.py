@@ -50,8 +50,9 @@ def naming(what: str) -> Iterator[None]:
 
 def one_line(text: str, longest: int = LONGEST) -> str:
     """Return the text in one line that is safe on a terminal: line breaks become spaces, other control characters escapes."""
-    text = _cut(text, longest)
-    return text if text.isprintable() else "".join(character if character.isprintable() else _escape(character) for character in text)
+    if len(text) > longest:
+        text = f"{text[: longest - 400]} ... {text[-395:]}" if longest > 800 else f"{text[: longest - 3]}..."
+    return "".join(one if one.isprintable() else " " if one in "\n\r\t\v\f\x85\u2028\u2029" else repr(one)[1:-1] for one in text)
 
 
 def cause(error: BaseException, longest: int = 300) -> str:
@@ -73,16 +74,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the beginning of a remedy that offers the nearest known name; empty if none is near."""
     near = nearest(name, known)
     return "" if near is None else f"did you mean {near!r}? "
-
-
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[: longest - 400]} ... {text[-395:]}" if longest > 800 else f"{text[: longest - 3]}..."
-
-
-def _escape(character: str) -> str:
-    if character in "\n\r\t\v\f\x85\u2028\u2029":
-        return " "
-    return repr(character)[1:-1]
 
 
 def notice(line: str) -> None:

@@ -59,7 +59,6 @@ def builder(structure: Any) -> Callable[[Iterator[Tensor]], Any]:
 
 
 def list_tensors(tree: Any) -> list[Tensor]:
-    """List the tensors of a pytree, in order."""
     leaves: list[Tensor] = []
     flatten(tree, leaves)
     return leaves

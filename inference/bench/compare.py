@@ -122,7 +122,6 @@ def print_comparison(both: Comparison, out: TextIO) -> None:
 
 
 def comparison_page(both: Comparison) -> str:
-    """Render the page."""
     tau = "Mean acceptance length (tau): tokens per forward pass, the backbone's own included."
     sections = [
         Section("Before and after", f"{tau} Speed is comparable only if the machine was idle both times.", [_systems(both)]),

@@ -176,7 +176,6 @@ def _fault(report: Row, rows: list[Row]) -> str:
 
 
 def _wrong(found: Row) -> str:
-    """What is wrong with an entry."""
     sizes = (found["largest_shortfall"], found["largest_difference"])
     shortfall, difference = ("any size" if size is None else f"{size:.3g}" for size in sizes)
     tokens = f"wrote {found['faults']} of {found['tokens']:,} tokens that the model does not pick, short by up to {shortfall}"

@@ -219,7 +219,6 @@ SPEED = (
 
 
 def report_page(report: Row) -> str:
-    """Render the page."""
     versions = ", ".join(f"{library} {version}" for library, version in report["versions"].items())
     said = [Markup('<p class="{}">{}</p>').format(style, text) for text, style in conclusions(report)]
     below = [Markup("<p class=soft>{}</p>").format(note) for note in notes(report)]

@@ -129,7 +129,10 @@ class Captured:
         self.calls += 1
         if self.backend is None or self.calls <= self.patience:
             if self.loads_kernels:
-                self._void_first(Call.of(held, inputs))
+                call = Call.of(held, inputs)
+                if (shapes := (call.structure, call.shapes)) not in self._run:
+                    void_running()
+                    self._run.add(shapes)
             if self.backend is not None and self.any_captured:  # slower than from the next calls on
                 void_running()
             return self.function(held, *inputs)
@@ -144,15 +147,10 @@ class Captured:
         except Exception as error:  # may be the function's own error: running it again raises that
             if is_out_of_memory(error):
                 raise
-            self._fall_back(error)
+            self.fallback = f"not capturable by {self.backend.name}: {_first_line(error)}"
+            warn_once(f"{self.name} is {self.fallback}; it runs uncaptured, which is slower")
+            self.drop()
             return self.function(held, *inputs)
-
-    def _void_first(self, call: Call) -> None:
-        """Mark running stopwatches as not valid if the function is called at new shapes."""
-        exact = (call.structure, call.shapes)
-        if exact not in self._run:
-            void_running()
-            self._run.add(exact)
 
     def _at_new_shapes(self, exact: Hashable, call: Call, backend: Backend) -> Any:
         """The result at new shapes: replay within the compared range, else compare, else capture again."""
@@ -182,13 +180,6 @@ class Captured:
             dropped = self._captures.pop(min(self._captures, key=lambda other: self._captures[other].used))
         self._captures[key], capture.used = capture, self.calls
         self._known = {exact: known for exact, known in self._known.items() if known is not dropped}
-
-    def _fall_back(self, error: Exception) -> None:
-        """Run the function uncaptured from now on."""
-        assert self.backend is not None
-        self.fallback = f"not capturable by {self.backend.name}: {_first_line(error)}"
-        warn_once(f"{self.name} is {self.fallback}; it runs uncaptured, which is slower")
-        self.drop()
 
     def drop(self) -> None:
         """Forget all captures and make no more."""

@@ -62,7 +62,10 @@ def read_images(backbone: Backbone, request: Request, model_kwargs: Mapping[str,
     if pixels and len(pads) > 1:
         raise UserError(f"{name} takes {' and '.join(pixels)} of all rows together, which cannot be told apart; give one row at a time")
     counts = {what: (ids_BT == token).sum(1).tolist() for what, token in tokens.items()}
-    _require_places(counts, {what: size_of(output) // backbone.dim for what, output in encoded.items()})
+    sizes = {what: size_of(output) // backbone.dim for what, output in encoded.items()}  # 0: not known
+    places = {what: sum(rows) for what, rows in counts.items()}
+    if not any(places.values()) or any(size not in (0, places.get(what)) for what, size in sizes.items()):
+        raise UserError(f"the prompt has places for {places} features, the images {sizes or 'others'}; let the processor write it")
     if any((ids_BT[:, -1] == token).any() for token in tokens.values()):
         raise UserError("the prompt ends with an image, after which no position is usual; let text follow it")
     split = {what: split_rows(output, counts[what]) if len(pads) > 1 else [output] for what, output in encoded.items()}
@@ -74,13 +77,6 @@ def read_images(backbone: Backbone, request: Request, model_kwargs: Mapping[str,
         at = places_1T[:, : len(ids_BT[b]) - pad] if positions is None else positions[..., b : b + 1, pad:]
         rows.append(Images(arguments, at) if pixels or own else None)
     return tuple(rows)
-
-
-def _require_places(counts: Mapping[str, list[int]], sizes: Mapping[str, int]) -> None:
-    """Raise UserError unless there are as many placeholder tokens as features, where their number is known, and some."""
-    found = {what: sum(rows) for what, rows in counts.items()}
-    if not any(found.values()) or any(size not in (0, found.get(what)) for what, size in sizes.items()):
-        raise UserError(f"the prompt has places for {found} features, the images {dict(sizes) or 'others'}; let the processor write it")
 
 
 def require_text(backbone: Backbone, ids_T: Tensor) -> None:

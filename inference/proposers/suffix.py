@@ -58,7 +58,6 @@ class Automaton:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Append a token."""
         new, state = self._state(self.length[self.last] + 1, 0, {}, 0, None), self.last
         self.last = new
         while state >= 0 and token not in self.next[state]:

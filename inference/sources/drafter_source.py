@@ -205,20 +205,17 @@ class DrafterSource(DrafterRows):
 
     def draft(self, rows: Rows, pools: Sequence[Pool], depths: int) -> None:
         if rows.cache is not None:
-            self._prepare(rows, rows.cache, depths)
+            longest, depth = rows.cache.longest, max(self.depth_of(rows.shape), depths)
+            if self.in_one_call and self.state is None:
+                self._leave(LAST, longest)
+            if self.in_one_call and self.state is not None:
+                self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(rows)))
+            else:
+                self.prepare(longest, self._width(rows), rows.cache, depth)
         levels, packed_BX = self._drafted(self._steps, range(depths), self.roots(rows.roots), self._width(rows), rows.scoring(depths))
         above = [[0] for _ in pools]
         for depth, nodes in enumerate(unpacked(packed_BX, levels)):
             above = self._attach(rows, pools, nodes, above, depth)
-
-    def _prepare(self, rows: Rows, cache: RaggedCache, depths: int) -> None:
-        longest, depth = cache.longest, max(self.depth_of(rows.shape), depths)
-        if self.in_one_call and self.state is None:
-            self._leave(LAST, longest)
-        if self.in_one_call and self.state is not None:
-            self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(rows)))
-        else:
-            self.prepare(longest, self._width(rows), cache, depth)
 
     def fixed_depths(self, shape: TreeShape, remaining: int) -> int:
         limit = min(self.depth_of(shape), remaining)

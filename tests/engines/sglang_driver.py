@@ -121,7 +121,6 @@ def build(heads: Path) -> Any:
 
 
 def main(heads: Path, inputs: Path, result: Path) -> None:
-    """Compute the logits."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -93,11 +93,7 @@ def overrides() -> Iterator[Mistake]:
         "backbone.dtype=fp16", "train.precision=fp16", "log.name=null", "train.batch_size=3",
     )  # fmt: skip
     for value in values:
-        yield Mistake(f"override: {value[:60]}", ["train", "recipe.yaml", value], prepare=_pipe)
-
-
-def _pipe() -> None:
-    os.mkfifo("pipe.jsonl")
+        yield Mistake(f"override: {value[:60]}", ["train", "recipe.yaml", value], prepare=lambda: os.mkfifo("pipe.jsonl"))
 
 
 def places() -> Iterator[Mistake]:

@@ -12,9 +12,11 @@ import pytest
 from house import RECIPE, TALK, inside, make_house
 from hypothesis import given
 from hypothesis import strategies as st
+from mistake import Mistake, write
+from mistakes import mistakes
 from ruamel.yaml import YAML
 from strategies import LEAVES, TEXTS, VALUES, changed, damaged, documents, profile
-from trial import Outcome, try_command
+from trial import Outcome, judge, snapshot, try_command
 
 BASE = YAML(typ="safe").load(RECIPE)
 ROWS = [
@@ -46,7 +48,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def hold(folder: Path, argv: list[str], stdin: bytes | None = b"") -> Outcome:
-    """Run a command and hold it to the promise."""
     before = contents(folder)
     outcome = try_command(argv, stdin, SECONDS)
     assert not outcome.fault, f"{argv[:12]}: {outcome.fault}"
@@ -134,7 +135,6 @@ def test_cards(house: Path, command: str, data: st.DataObject) -> None:
 
 @pytest.fixture(scope="module")
 def cached(house: Path) -> Path:
-    """The house with a feature cache."""
     with inside(house) as folder:
         assert try_command(["cache", "recipe.yaml", "cache.dir=features"]).status == 0
         shutil.copytree(folder / "features", house / "features")
@@ -161,3 +161,52 @@ def test_command_lines(house: Path, words: list[tuple[str, str]], prompt: str) -
     with inside(house) as folder:
         flags = [f"{flag}={value}" for flag, value in words]
         hold(folder, ["generate", "--heads", "heads", *SHORT, *flags, "--", prompt], stdin=b"a question")
+
+
+# A selection of the mistakes of mistakes.py, in this process: each ends in a result, or in one line with status 2, and changes no file.
+
+ISSUE = ("recipe: list as key", "recipe: int of text", "recipe: nested mappings", "override: drafter.kind=../../etc", "override: drafter.depth=5000",
+         "override: data.train=pipe.jsonl", "save.dir=/proc/x", "override: seed=-1", "data, train: surrogate in content", "data, bench: deep",
+         "data, regenerate: images in content", "generate, standard input: closed", "chat, then: no UTF-8", "generate --temperature '1e308'",
+         "generate --threads '100000'", "card, inspect: nested arguments", "generate --json /proc/x",
+         "recipe: a long name", "override: train.batch_size=100000000000", "card, inspect: file of null", "saved state: deep", "plan --memory 1e308")  # fmt: skip
+"""Of every kind one, and what was mended last."""
+
+
+def hold_mistake(house: Path, mistake: Mistake) -> None:
+    with inside(house) as folder:
+        for name, content in mistake.files.items():
+            write(name, content)()
+        if mistake.prepare is not None:
+            mistake.prepare()
+        before = snapshot(folder)
+        outcome = try_command(mistake.argv, mistake.stdin, SECONDS)
+        assert not outcome.fault, f"{mistake.name}: {outcome.fault}"
+        after = snapshot(folder)
+        if outcome.status == 2:
+            assert {name: after.get(name) for name in before} == before, mistake.name
+
+
+@pytest.mark.parametrize("name", ISSUE)
+def test_one_of_every_kind(house: Path, name: str) -> None:
+    hold_mistake(house, next(mistake for mistake in mistakes() if mistake.name == name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(6))
+def test_every_sixth(house: Path, part: int) -> None:
+    for mistake in mistakes()[::6][part::6]:
+        hold_mistake(house, mistake)
+
+
+def test_the_judge_finds_what_breaks_the_promise() -> None:
+    assert judge(0, "") == judge(2, "note\nerror: a\n") == ""
+    for status, err in (
+        (70, "error: a"),
+        (2, ""),
+        (2, "error: a\nerror: b"),
+        (2, "error: a\nmore"),
+        (2, "Traceback\nerror: a"),
+        (None, ""),
+    ):
+        assert judge(status, err), (status, err)

@@ -127,7 +127,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of a valid backbone, to be damaged."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 

@@ -80,7 +80,6 @@ def test_the_fused_state_is_fitted_to_the_next_final_hidden_state() -> None:
 
 
 def join_rows(rows: list[Features]) -> Features:
-    """One batch of them."""
     columns = zip(*map(list_tensors, rows), strict=True)
     return map_tensors(lambda _: torch.cat(next(columns)), rows[0])
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, backbone, every_head, following, random_drafter, read, texts, tiny
-from forked import Forked
 from safetensors.torch import load_file
-from small_run import make_recipe, read_log, train_once
+from small_run import Forked, make_recipe, read_log, train_once
 
 from headstart.cli.main import main as headstart
 from headstart.cli.train import main

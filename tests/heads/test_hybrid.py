@@ -49,7 +49,6 @@ def drafting(manner: str, on: Backbone, truths: list[list[int]]) -> SpeculativeM
 
 
 def lines(tree: CandidateTree, row: int, node: int) -> list[int]:
-    """The path from the root to a node."""
     path = [node]
     while path[0]:
         path.insert(0, tree.parents[row][path[0]])

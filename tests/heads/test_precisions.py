@@ -34,7 +34,6 @@ QUANTIZED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "MXFP4")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Backbone]:
-    """One model in every precision."""
     folder, found = tmp_path_factory.mktemp("precisions"), {}
     model, tokenizer = chat_model(tie_word_embeddings=False)
     model.save_pretrained(folder / "model")
@@ -50,7 +49,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Backbone]:
 
 @pytest.fixture(scope="module")
 def heads(models: dict[str, Backbone], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Heads of each."""
     folder = tmp_path_factory.mktemp("heads")
     for precision, on in models.items():
         random_drafter("medusa", on, depth=2).save_pretrained(folder / precision)

@@ -8,8 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from chat_run import talker
-from chat_templates import VICUNA
+from chat_templates import VICUNA, talker
 from small_run import status_of
 
 from headstart.cli import conversation as module

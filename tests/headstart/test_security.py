@@ -57,7 +57,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def heads(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the trained heads."""
     return Path(shutil.copytree(trained / "out", tmp_path / "heads"))
 
 

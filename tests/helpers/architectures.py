@@ -28,7 +28,6 @@ class Architecture:
 
     @property
     def title(self) -> str:
-        """The model class."""
         return type(self.model()).__name__
 
     def model(self, vocab: int | None = None) -> PreTrainedModel:

@@ -145,7 +145,6 @@ CASES = [
 
 
 def table() -> str:
-    """The table as it stands on the page."""
     lines = ["| arguments | with heads |", "|---|---|"]
     order = {verdict: place for place, verdict in enumerate((YES, SAME, NO))}
     ordered = sorted(CASES, key=lambda one: (order[one.verdict], bool(one.note), one.note))
@@ -156,7 +155,6 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the table renewed."""
     change: Callable[[re.Match[str]], str] = lambda _: f"{START}\n{table()}\n{END}"  # noqa: E731
     return re.sub(f"{START}.*?{END}", change, page, flags=re.S)
 

@@ -45,7 +45,6 @@ PLACEHOLDERS = re.compile(r"\b[A-Z]{3,}\b(?!\.)|\||\[|\.\.\.")
 
 
 def blocks(page: Path) -> list[str]:
-    """The blocks of commands of a page."""
     return [text for language, text in FENCED.findall(page.read_text()) if language in ("", "bash")]
 
 

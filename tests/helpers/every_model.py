@@ -25,8 +25,7 @@ from typing import Any
 import torch
 import transformers
 from families import Scripted, prompts, random_drafter, say, unpadded
-from image_models import IMAGE, LAST, batch_of
-from image_prompts import image_prompts, image_text_model
+from image_models import IMAGE, LAST, batch_of, image_prompts, image_text_model
 from tiny_models import CAUSAL, IMAGE_TEXT, KINDS, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -52,8 +51,6 @@ TREE = TreeShape(8, 3)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a class."""
-
     name: str
     """Of the class, or the model type where it was not built."""
     end: str

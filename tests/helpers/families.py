@@ -72,7 +72,6 @@ def shake(module: torch.nn.Module, loud: float = 1.0) -> None:
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A new model of one of `FAMILIES`."""
     name, settings = CONFIGS[family]
     return build(name, settings | changes, seed)
 

@@ -49,7 +49,7 @@ MEANING = {
 TOKENS = "tokens trained = tokens decoded"
 """The column that tests/training/data/test_published_templates.py shows."""
 SIZES = "published sizes"
-"""The last column, which tests/project/test_released_sizes.py shows."""
+"""The last column, which tests/project/test_families.py shows."""
 TOKENS_MEANING = (
     "conversations under the shape of the model's published chat template: in how many answers the prompt is what transformers' own "
     "`apply_chat_template` gives, and the labels are the tokens that the model writes after it, up to and with its first end"

@@ -80,7 +80,6 @@ def of_bytes() -> dict[str, Any]:
 
 @lru_cache
 def of_pieces() -> dict[str, Any]:
-    """A vocabulary of SentencePiece."""
     lines = [line for text in PLAIN for line in text.split("\n") if line and max(line) < "\u0180"]  # others are read as bytes
     texts = [list("\u2581" + line.replace(" ", "\u2581")) for line in lines]
     pieces = ["".join(pair) for pair in learned(texts, 300)] + sorted({letter for text in texts for letter in text})

@@ -73,7 +73,6 @@ class Shape:
         return {key: value for key, value in message.items() if key != "calls"} | {"tool_calls": calls}
 
     def written(self, message: Message, previous: Message) -> str:
-        """What the model writes for this message."""
         thought = message.get("reasoning_content", "")
         form = self.later or self.thought if previous["role"] == "tool" else self.thought
         before = form.replace("{}", thought) if thought and form else self.bare

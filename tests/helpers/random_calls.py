@@ -200,7 +200,6 @@ def objects(rng: random.Random, beams: bool) -> dict[str, Callable[[], Any]]:
 
 
 def draw(rng: random.Random) -> Call:
-    """A random call."""
     count = rng.choice([1, 1, 2, 3, 4])
     length = rng.randint(1, 14)
     rows = left_padded([texts(1, rng.choice([length, rng.randint(1, 14)]), rng.randrange(1 << 20))[0] for _ in range(count)])

@@ -50,8 +50,6 @@ class Recording(TorchDispatchMode):
 
 
 class Recorded(AtFixedAddresses):
-    """Records operations."""
-
     name = "cuda-graph"
     recordings: list[str] = []
     """Of all instances: the modules of the functions recorded, in order."""

@@ -132,7 +132,6 @@ class Released:
 
     @property
     def body(self) -> int:
-        """The weights of the layers."""
         return sum(weight.numel() for weight in self.backbone.layers.parameters())
 
     @property

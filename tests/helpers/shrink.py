@@ -60,7 +60,8 @@ def shrink(configuration: dict[str, Any], vocab: int = VOCAB, layers: int = LAYE
             small["vision_config"] = stated | {key: size for key, size in IMAGES.items() if {key, f"vt_{key}"} & stated.keys()}
         small |= {"audio_config": None} if "audio_config" in small else {}
         return small | {"mm_tokens_per_image": 4, "text_config": shrink(small["text_config"], vocab, layers)}
-    head = head_width(configuration)
+    hidden, heads = configuration.get("hidden_size", 0), configuration.get("num_attention_heads", 0)
+    head = 2 * HEAD if (configuration.get("head_dim") or 0) * heads > hidden else HEAD  # wider where the published ones together are
     small |= {key: size for key, size in SIZES.items() if small.get(key)}
     small |= {"vocab_size_per_layer_input": vocab} if "vocab_size_per_layer_input" in small else {}
     small |= {"vocab_size": vocab, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -77,7 +78,8 @@ def shrink(configuration: dict[str, Any], vocab: int = VOCAB, layers: int = LAYE
     if small.get("num_kv_shared_layers"):  # the second half has the keys and values of the first, where each kind is
         small |= {"num_kv_shared_layers": layers // 2, "layer_types": (["sliding_attention", "full_attention"] * layers)[:layers]}
     for rope in (small.get("rope_scaling"), small.get("rope_parameters")):
-        shrink_rope(rope or {})
+        if "original_max_position_embeddings" in (rope or {}):  # a context so short that the scaling matters in a short text
+            rope["original_max_position_embeddings"] = 64
     if "attention_multiplier" in small:  # Granite's scale of scores: one over the width of a head
         small["attention_multiplier"] = 1 / head
     return small
@@ -85,18 +87,6 @@ def shrink(configuration: dict[str, Any], vocab: int = VOCAB, layers: int = LAYE
 
 def depth(configuration: dict[str, Any]) -> int:
     return configuration.get("num_hidden_layers") or configuration.get("n_layer") or 0
-
-
-def head_width(configuration: dict[str, Any]) -> int:
-    """Wider heads where the published ones together are wider than the hidden state."""
-    hidden, heads = configuration.get("hidden_size", 0), configuration.get("num_attention_heads", 0)
-    return 2 * HEAD if (configuration.get("head_dim") or 0) * heads > hidden else HEAD
-
-
-def shrink_rope(rope: dict[str, Any]) -> None:
-    """Shorten the context in which the frequencies were trained, so that the scaling matters in a short text."""
-    if "original_max_position_embeddings" in rope:
-        rope["original_max_position_embeddings"] = 64
 
 
 def shrunk(model: str, **changes: Any) -> PreTrainedModel:

@@ -120,7 +120,6 @@ def small(fields: Fields, tower: bool = False) -> Fields:
 
 
 def small_text(fields: Fields) -> Fields:
-    """The fields of what writes text."""
     heads = fields.get("num_attention_heads") or fields.get("num_key_value_heads")
     stated = fields | ({"num_attention_heads": heads} if heads else {})
     own = {key: value for key, value in shrink(stated).items() if key in fields}

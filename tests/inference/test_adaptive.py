@@ -10,6 +10,7 @@ from simulated import MACHINES, SMOLLM2, TASKS, Decoding, Heads, Machine, Simula
 from torch import Tensor
 from torch.nn import Module
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.acceptance import TEXT_SPREAD, Acceptance, Offset, best_tree
 from headstart.inference.capture import captured
 from headstart.inference.engine.tree import Pool, TreeShape
@@ -220,9 +221,13 @@ class Parrot(Proposer):
 OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
 
 
-def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(clock: SimulatedClock) -> None:
+def decoded_plainly() -> tuple[Backbone, dict[str, Tensor], list[list[int]]]:
     on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
-    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
+    return on, rows, say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
+
+
+def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(clock: SimulatedClock) -> None:
+    on, rows, truths = decoded_plainly()
     right, wrong = Parrot(clock, truths, True), Parrot(clock, truths, False, delay=5e-3)
     for proposers in ([right], [wrong], [right, wrong]):
         of, passes = SpeculativeModel(on, proposers=proposers), 0
@@ -237,8 +242,7 @@ def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(cl
 
 
 def test_drafts_that_rest_are_counted_and_said(clock: SimulatedClock) -> None:
-    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
-    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
+    on, rows, truths = decoded_plainly()
     for right in (True, False):
         out = say(SpeculativeModel(on, proposers=[Parrot(clock, truths, right, delay=5e-3 * (not right))]), rows, **OPTIONS)
         plain = sum(count == 0 for count in out.drafted[0])
@@ -252,8 +256,7 @@ def test_drafts_that_rest_are_counted_and_said(clock: SimulatedClock) -> None:
 
 def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock) -> None:
     """The second one has nothing to add to what the first has drafted."""
-    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
-    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
+    on, rows, truths = decoded_plainly()
     both = [Parrot(clock, truths, True, delay=5e-3), Parrot(clock, truths, True, delay=5e-3)]
     of = SpeculativeModel(on, proposers=both)
     for _ in range(3):
@@ -263,8 +266,7 @@ def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock)
 
 
 def test_a_source_that_pauses_with_one_row_is_tried_with_eight(clock: SimulatedClock) -> None:
-    on, rows = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
-    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
+    on, rows, truths = decoded_plainly()
     of = SpeculativeModel(on, proposers=[Parrot(clock, truths, False, delay=5e-3)])
     say(of, rows, **OPTIONS)
     asked = of.proposers[0].asked

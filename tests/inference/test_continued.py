@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from chat_run import talker
+from chat_templates import talker
 from families import DRAFTERS, VOCAB, backbone, build, heads, left_padded, prompts, random_drafter, say, texts, tiny
 from test_rotary import TURN
 from test_rotary import heads as turning
@@ -135,14 +135,11 @@ def test_what_others_have_filled_or_changed_is_read_anew(reads: list[int]) -> No
     of, other, cache, ids = own("llama"), own("llama", "medusa"), DynamicCache(), prompts((9,))[0][None]
     model = of.backbone.model
 
-    def cropped() -> None:
-        cache.crop(-4)
-
     def lengthened() -> None:
         model.generate(**row(torch.cat([text, torch.ones_like(text[:, :2])], 1)), past_key_values=cache, **HOW)
 
     text = model.generate(**row(ids), past_key_values=cache, **HOW)  # by transformers
-    for change in (None, cropped, lengthened, cache.reset):
+    for change in (None, lambda: cache.crop(-4), lengthened, cache.reset):
         if change is not None:
             change()
         ids = follow(text, 0)

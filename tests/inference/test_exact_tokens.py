@@ -7,8 +7,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from chat_run import MANY_ENDS, make_chat_model, make_chat_recipe, read_rows, write_rows
-from chat_templates import CHATML, QWEN3, make_samples, make_tokenizer
+from chat_templates import CHATML, MANY_ENDS, QWEN3, make_chat_model, make_chat_recipe, make_samples, make_tokenizer, read_rows, write_rows
 from server import Reply, said, serving
 
 from headstart.cli.main import main

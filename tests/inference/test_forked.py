@@ -69,8 +69,6 @@ class Forcing(Undoable):
 
 
 class Batched(LogitsProcessor):
-    """One automaton for each row."""
-
     def __init__(self, rows: int, kind: type[Automaton] = Undoable) -> None:
         self.rows = [kind(row) for row in range(rows)]
 

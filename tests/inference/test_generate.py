@@ -17,7 +17,6 @@ LENGTH = 25
 
 
 def own(of: SpeculativeModel, rows: dict[str, Tensor], **options: Any) -> Any:
-    """transformers' own generate."""
     rows = {"attention_mask": torch.ones_like(rows["input_ids"])} | rows
     return of.backbone.model.generate(**rows, **options)
 

@@ -117,8 +117,6 @@ def test_rounding_is_measured_behind_images() -> None:
 
 
 class Noting(SuffixProposer):
-    """Notes the tokens of the prompt."""
-
     def open(self, sequence: int, tokens: list[int]) -> None:
         self.opened = tokens[:-1]
         super().open(sequence, tokens)

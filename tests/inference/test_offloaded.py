@@ -26,7 +26,6 @@ PARTS = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb
 
 
 def on_disk(*parts: str) -> dict[str, str]:
-    """A map with these parts on disk."""
     everything = [*PARTS, *(f"model.layers.{i}" for i in range(1, tiny("llama").config.num_hidden_layers))]
     return {part: "disk" if part in parts else "cpu" for part in everything}
 
@@ -121,7 +120,6 @@ def adapted(model: PreTrainedModel, config: Any, **options: Any) -> Any:
 
 @torch.no_grad()
 def train(wrapped: Any) -> None:
-    """Change the weights that are trained."""
     for weight in wrapped.parameters():
         weight.add_(torch.randn_like(weight) * 0.3 if weight.requires_grad else 0)
 

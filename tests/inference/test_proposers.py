@@ -36,7 +36,6 @@ def paths(candidates: Candidates) -> list[Path]:
 
 
 def chain(candidates: Candidates) -> Path:
-    """The path of the likeliest nodes."""
     first = {parent: node for node, parent in reversed(list(enumerate(candidates.parents)))}
     tokens, at = [], -1
     while at in first:

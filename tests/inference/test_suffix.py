@@ -115,8 +115,6 @@ def test_continuations_of_shorter_suffixes_come_after(depth: int) -> None:
 
 
 class Counting(list):
-    """A list that counts its reads."""
-
     reads = 0
 
     def __getitem__(self, place: Any) -> Any:

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,6 @@ def test_it_is_copied_pickled_and_saved_as_before(saved: Path, tmp_path: Path) -
 
 
 def trained(model: PreTrainedModel, folder: Path, steps: int) -> None:
-    """Train with transformers' Trainer."""
     rows = [{"input_ids": prompt_T, "labels": prompt_T} for prompt_T in prompts((9, 9, 9, 9))]
     settings = transformers.TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=2, learning_rate=0.02, report_to=[], save_strategy="no", seed=1,
@@ -241,28 +240,19 @@ def test_unloading(saved: Path) -> None:
 
 SETTINGS = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "float64": lambda: default_dtype(torch.float64),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "deterministic": lambda: deterministic(),
+    "float64": lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16": lambda: switched(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "deterministic": lambda: switched(torch.use_deterministic_algorithms, True, False),
 }
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
+def switched(switch: Callable[[Any], None], inside: Any, after: Any) -> Iterator[None]:
+    switch(inside)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        switch(after)
 
 
 @pytest.mark.matrix(cells=1)

@@ -97,29 +97,30 @@ def options(names: str, rows: int, log: Log) -> dict[str, Any]:
     return made
 
 
+def same_calls(of: SpeculativeModel, rows: dict[str, Tensor], names: str, asked: int, **how: Any) -> tuple[Any, Any]:
+    """What decoding gives and what transformers does, with the same calls in the same order with the same arguments."""
+    logs = Log(), Log()
+    expected = of.backbone.model.generate(**rows, do_sample=False, **how, **options(names, asked, logs[0]))
+    actual = say(of, rows, do_sample=False, **how, **options(names, asked, logs[1]))
+    logs[1].same(logs[0])
+    assert logs[0].calls
+    return actual, expected
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("ends", [{}, ENDS], ids=["no end", "ends"])
 @pytest.mark.parametrize("names", ["p", "c", "ct", "pc", "cs", "pcs"])
 @pytest.mark.parametrize("rows", [ROW, ROWS], ids=["row", "batch"])
 def test_greedy_calls_are_those_of_transformers(of: SpeculativeModel, rows: dict[str, Tensor], names: str, ends: dict[str, Any]) -> None:
-    """The same calls in the same order with the same arguments, and the same text."""
-    logs, count = (Log(), Log()), len(rows["input_ids"])
-    how = {"max_new_tokens": 14, "do_sample": False, "repetition_penalty": 1.3} | ends
-    expected = of.backbone.model.generate(**rows, **how, **options(names, count, logs[0]))
-    actual = say(of, rows, **how, **options(names, count, logs[1]))
-    assert torch.equal(actual, expected)
-    logs[1].same(logs[0])
-    assert logs[0].calls
+    how = {"max_new_tokens": 14, "repetition_penalty": 1.3} | ends
+    assert torch.equal(*same_calls(of, rows, names, len(rows["input_ids"]), **how))
 
 
 @pytest.mark.parametrize("rows", [ROW, ROWS], ids=["row", "batch"])
 def test_criteria_get_the_scores_that_transformers_gives_them(of: SpeculativeModel, rows: dict[str, Tensor]) -> None:
-    logs, count = (Log(), Log()), len(rows["input_ids"])
-    how = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True, "output_scores": True, "repetition_penalty": 1.3}
-    expected = of.backbone.model.generate(**rows, **how, **options("c", count, logs[0]))
-    actual = say(of, rows, **how, **options("c", count, logs[1]))
+    how = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_scores": True, "repetition_penalty": 1.3}
+    actual, expected = same_calls(of, rows, "c", len(rows["input_ids"]), **how)
     assert torch.equal(actual.sequences, expected.sequences) and len(actual.scores) == len(expected.scores)
-    logs[1].same(logs[0])
     longest = max(1 + sum(lengths) for lengths in actual.accept_lengths)
     assert longest == actual.sequences.shape[1] - rows["input_ids"].shape[1], "what was written past the end is not counted"
 
@@ -127,12 +128,9 @@ def test_criteria_get_the_scores_that_transformers_gives_them(of: SpeculativeMod
 @pytest.mark.parametrize("names", ["p", "c"])
 @pytest.mark.parametrize("rows", [ROW, ROWS], ids=["row", "batch"])
 def test_beams_too(of: SpeculativeModel, rows: dict[str, Tensor], names: str) -> None:
-    logs, candidates = (Log(), Log()), 6 * len(rows["input_ids"])
-    how = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
-    expected = of.backbone.model.generate(**rows, **how, **options(names, candidates, logs[0]))
-    actual = say(of, rows, **how, **options(names, candidates, logs[1]))
+    how = {"max_new_tokens": 8, "num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
+    actual, expected = same_calls(of, rows, names, 6 * len(rows["input_ids"]), **how)
     assert torch.equal(actual.sequences, expected.sequences) and torch.equal(actual.beam_indices, expected.beam_indices)
-    logs[1].same(logs[0])
 
 
 @pytest.mark.parametrize("rows", [ROW, ROWS], ids=["row", "batch"])

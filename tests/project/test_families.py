@@ -2,15 +2,21 @@
 
 import functools
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from architectures import Architecture, chained, refused, served
 from families_table import SIZES, TOKENS, outcome, refusal, rows_of, size_of, start_of, tail, tokens_of
 from family_checks import CHECKS, Subject
+from released_model import MODELS, configuration
+from released_run import STEPS, Released, Step, dtypes, exports
+from released_sizes import SMALLEST
 from shrink import FOLDER
 from small_run import ROOT, read_log
 
 from headstart.cli.main import main
+from headstart.heads.methods import methods
 
 PAGE = ROOT / "docs" / "families.md"
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -26,7 +32,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
     return {one.name: Subject(one, tmp_path_factory.mktemp("family")) for one in served() + chained()}
 
 
-@pytest.mark.matrix(cells=list(CHECKS).index("train"))  # test_released_sizes trains, saves and exports in `make test`
+@pytest.mark.matrix(cells=list(CHECKS).index("train"))  # below, models are trained, saved and exported in `make test-all`
 @pytest.mark.parametrize("architecture", served() + chained(), ids=lambda one: one.name)
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_cell_is_true(subjects: dict[str, Subject], architecture: Architecture, check: str) -> None:
@@ -75,3 +81,31 @@ def test_the_page_names_every_template_and_situation() -> None:
 
 def test_the_last_column_names_the_released_sizes_that_are_tested() -> None:
     assert {start_of(one)[0]: written()[start_of(one)[0]][-1] for one in served()} == {start_of(one)[0]: size_of(one) for one in served()}
+
+
+# Random models of released sizes, through all that users do, in `make test-all`: the smallest of every family, and every method.
+
+
+def go(model: str, dtype: str, steps: tuple[Step, ...], drafter: dict[str, Any] | None = None) -> None:
+    with TemporaryDirectory() as folder:  # not one of pytest's, which keeps those of three runs
+        released = Released(model, dtype, Path(folder), drafter)
+        for step in steps:
+            step(released)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "dtype"), [(model, dtype) for model in MODELS for dtype in dtypes(model)])
+def test_every_family_at_the_sizes_of_its_smallest_released_model(model: str, dtype: str) -> None:
+    go(model, dtype, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted({*methods()} - {"eagle3"}))
+def test_every_other_method_on_a_released_size(kind: str) -> None:
+    go("smollm2-135m-instruct", "fp32", tuple(step for step in STEPS if step is not exports), {"kind": kind, "depth": 3})
+
+
+def test_every_row_of_the_table_has_a_released_size_of_its_class() -> None:
+    assert set(SMALLEST) == {one.name for one in served()}
+    for one in served():
+        assert configuration(SMALLEST[one.name]).get_text_config().model_type == one.model().config.get_text_config().model_type, one.name

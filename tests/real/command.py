@@ -17,8 +17,6 @@ LIMIT = 1800
 
 
 class Folder:
-    """A folder in which commands are run."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

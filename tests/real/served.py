@@ -73,7 +73,6 @@ class Served:
 
 @contextmanager
 def serving(model: Any, tokenizer: Any) -> Iterator[tuple[Served, str]]:
-    """The server, and its address."""
     served = Served(model, tokenizer)
 
     class Handler(BaseHTTPRequestHandler):

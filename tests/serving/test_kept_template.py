@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_run import conversations, make_chat_model, make_chat_recipe, write_rows
-from chat_templates import CHATML
+from chat_templates import CHATML, conversations, make_chat_model, make_chat_recipe, write_rows
 from families import backbone, random_drafter
 from small_run import train_once
 from tokenizers import Tokenizer, models

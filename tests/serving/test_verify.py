@@ -104,24 +104,8 @@ def turn_fc(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors["fc.weight"] = tensors["fc.weight"].T
 
 
-def turn_square(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["midlayer.self_attn.o_proj.weight"] = tensors["midlayer.self_attn.o_proj.weight"].T
-
-
-def reorder_fc(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["fc.weight"] = torch.cat(tensors["fc.weight"].split(32, 1)[::-1], 1)
-
-
 def other_rope(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 500000.0
-
-
-def spoil(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["norm.weight"][3] = torch.nan
-
-
-def pre_norm(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    config["norm_output"] = False
 
 
 def gone(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -129,7 +113,6 @@ def gone(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 NORMS = swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight")
-LATER_NORMS = swap("midlayer.post_attention_layernorm.weight", "norm.weight")
 DAMAGES: list[tuple[str, Damage, str]] = [
     ("eagle3", shift_ids, "taps is"),
     ("eagle3", shift_one_key, "layer ids disagree"),
@@ -140,17 +123,17 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ("eagle3", other_tokens, "tensor d2t is not as in the original heads"),
     ("eagle3", other_vocabulary, "vocabulary 50; "),
     ("eagle3", NORMS, "tensor midlayer.input_layernorm.weight is not as in"),
-    ("eagle3", LATER_NORMS, "norm.weight is not as in"),
+    ("eagle3", swap("midlayer.post_attention_layernorm.weight", "norm.weight"), "norm.weight is not as in"),
     ("eagle3", turn_fc, "tensor fc.weight is [96, 32]"),
     ("eagle", turn_fc, "tensor fc.weight is [64, 32]"),
-    ("eagle3", turn_square, "o_proj.weight is not as in the original heads"),
-    ("eagle3", reorder_fc, "tensor fc.weight is not as in the original heads"),
+    ("eagle3", lambda _, tensors: tensors["midlayer.self_attn.o_proj.weight"].t_(), "o_proj.weight is not as in the original heads"),
+    ("eagle3", lambda _, of: of["fc.weight"].copy_(of["fc.weight"].roll(32, 1)), "tensor fc.weight is not as in the original heads"),
     ("eagle3", other_rope, "config: layer is"),
     ("block", other_rope, "config: layer is"),
     ("eagle3", lambda config, _: config.update(rope_theta=500000.0), "states two bases, 10000 and 500000"),
     ("eagle3", lambda _, of: of.pop("midlayer.hidden_norm.weight"), "lacks the tensor midlayer.hidden_norm.weight"),
-    ("eagle3", spoil, "leaves weight norm.weight of Eagle3 not a number"),
-    ("eagle3", pre_norm, "config: norm_output is False, of the original heads True"),
+    ("eagle3", lambda _, tensors: tensors["norm.weight"][3].fill_(torch.nan), "leaves weight norm.weight of Eagle3 not a number"),
+    ("eagle3", lambda config, _: config.update(norm_output=False), "config: norm_output is False, of the original heads True"),
     ("eagle3", gone, "tensor lm_head.weight is not as in the original heads"),
 ]
 """Kind, damage, and what `headstart verify` says of it."""

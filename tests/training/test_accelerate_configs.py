@@ -90,7 +90,7 @@ CONFIGURATION = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXE
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, on_the_cpu: None) -> Path:
+def recipe(tmp_path: Path) -> Path:
     return make_recipe(tmp_path, train={"steps": 3}, eval={"every": 0})
 
 
@@ -145,9 +145,6 @@ def test_other_launchers_are_refused_in_one_line(
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and name in said[0] and "FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)" in said[0]
     assert not (tmp_path / "out").exists()
-
-
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def losses(recipe: Path, out: Path, *changes: str) -> list[float]:

@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import random_drafter, state, texts, tiny
-from forked import Forked
 from safetensors.torch import load_file, save_file
-from small_run import make_recipe, read_log
+from small_run import Forked, make_recipe, read_log
 from transformers import AutoModelForCausalLM
 
 import headstart
@@ -32,7 +31,6 @@ LORA = {
 }  # fmt: skip
 STEPS, ALONE, MICRO_BATCHES = 10, 4, 2
 """Steps of a run, those that train the heads alone, and forward passes of each."""
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def joint_recipe(folder: Path, **lora: float | bool) -> Path:

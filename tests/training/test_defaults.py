@@ -24,7 +24,6 @@ from headstart.training.run.start import ADAPTED, advice, choose, learning_rate
 from headstart.training.setup import prepare
 
 MUON = ["train.optimizer=muon", "train.lr=1e-3"]
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture

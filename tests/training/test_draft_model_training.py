@@ -8,7 +8,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,15 +43,11 @@ NEW = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}
 
 
 def built(on: Backbone, arguments: dict[str, Any]) -> DraftModel:
-    drafter = build_drafter("draft_model", on, arguments)
-    assert isinstance(drafter, DraftModel)
-    return drafter
+    return cast(DraftModel, build_drafter("draft_model", on, arguments))
 
 
 def random(on: Backbone, arguments: dict[str, Any]) -> DraftModel:
-    drafter = random_drafter("draft_model", on, **arguments)
-    assert isinstance(drafter, DraftModel)
-    return drafter
+    return cast(DraftModel, random_drafter("draft_model", on, **arguments))
 
 
 @pytest.mark.parametrize("arguments", [{"layers": 2}, PARALLEL, {"architecture": NEW}], ids=["pruned", "parallel", "new"])

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Forked
-from small_run import make_recipe, numbers, read_log, train_once
+from small_run import Forked, make_recipe, numbers, read_log, train_once
 
 from headstart.cli.main import main as headstart
 from headstart.cli.train import main
@@ -23,7 +22,6 @@ from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.log import Log
 from headstart.training.setup import prepare
 
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 WEIGHTS = "medusa_lm_head.safetensors"
 
 
@@ -156,8 +154,6 @@ def test_a_log_that_cannot_be_written_does_not_cost_the_training(tmp_path: Path,
 
 
 class Wrong:
-    """A tracker that has lost its server."""
-
     name = "wrong"
 
     def log(self, *args: Any, **options: Any) -> None:

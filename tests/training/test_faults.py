@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from families import backbone, random_drafter
-from forked import Forked, broken_disk, faults, full_disk, killed, read_only
 from safetensors import SafetensorError
-from small_run import make_recipe, read_log
+from small_run import Forked, broken_disk, faults, full_disk, killed, make_recipe, read_log, read_only
 
 from headstart.cli.train import main
 from headstart.heads import checkpoint
@@ -136,7 +135,7 @@ class TestOneSave:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, on_the_cpu: None) -> Path:
+def recipe(tmp_path: Path) -> Path:
     train, evaluation = {"steps": 3, "schedule": "constant", "warmup_ratio": 0.0}, {"every": 0, "prompts": 1, "max_new_tokens": 4}
     return make_recipe(tmp_path, train=train, save={"every": 1, "keep": 1}, eval=evaluation)
 

@@ -15,10 +15,9 @@ from typing import Any
 import families
 import pytest
 import torch
-from forked import Forked
 from safetensors.torch import load_file, save_file
+from small_run import Forked, make_recipe, read_log
 from small_run import error_line as said
-from small_run import make_recipe, read_log
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaModel
@@ -36,7 +35,6 @@ from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
 EAGLE = {"kind": "eagle3", "depth": 2}
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(scope="module")

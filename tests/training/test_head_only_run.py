@@ -28,7 +28,6 @@ from headstart.training.plan.memory import MemoryPlan
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 HEAD = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
 LAYER = "model.layers.5."
 DRAFTERS: dict[str, dict[str, Any]] = {

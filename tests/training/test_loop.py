@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import make_recipe, read_log, run
+from small_run import Forked, make_recipe, read_log, run
 
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
@@ -20,7 +20,6 @@ from headstart.training.run.optimizer import Average, in_place_of_weights, learn
 from headstart.training.setup import prepare
 
 KINDS = [{"kind": "medusa", "depth": 2}, {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}]
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.mark.matrix(cells=1)
@@ -52,9 +51,25 @@ def test_heads_can_be_loaded_and_say_where_they_come_from(tmp_path: Path) -> Non
     assert [line["step"] for line in evaluated] == [2] and origin["tau"] == evaluated[0]["tau"] >= 1
 
 
+def test_neither_accumulation_nor_the_number_of_processes_changes_a_step(tmp_path: Path) -> None:
+    """With terms and weights that could depend on it; test_objective.py does the same for packing and padding."""
+    wanted = {"terms": {"ce": 0.1, "lk": 1.0}, "depth_weights": "expected", "chunk_size": 50}
+    train = {"steps": 4, "batch_size": 5, "optimizer": "muon", "ema_decay": 0.9}
+    recipe = make_recipe(tmp_path, objective=wanted, drafter=KINDS[1], train=train, eval={"prompts": 1})
+    assert main([str(recipe), f"save.dir={tmp_path}/whole"]) == 0
+    assert main([str(recipe), f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
+    output = tmp_path / "said"
+    assert Forked(2, [str(recipe), f"save.dir={tmp_path}/two"], output).wait() == 0 and "2 processes on cpu" in output.read_text()
+    whole, *others = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces", "two"))
+    assert len(whole) == train["steps"]
+    for other in others:
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in other] == pytest.approx([line[key] for line in whole], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_two_processes_of_a_launcher_train_as_one_does(tmp_path: Path) -> None:
-    """Five sequences a step: three in one process, two in the other. Forked processes: test_reduction.py, test_sharding.py."""
+    """Five sequences a step: three in one process, two in the other. Forked processes: above, and test_sharding.py."""
     recipe = make_recipe(tmp_path, drafter=KINDS[1], train={"batch_size": 5}, eval={"prompts": 1})
     assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0
     arguments = [str(recipe), f"save.dir={tmp_path}/two", "train.micro_batch=1"]

@@ -29,7 +29,6 @@ from headstart.training.run.trainer import JointStep, recompute
 from headstart.training.setup import prepare
 
 ALL = {"target_modules": "all-linear"}
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def adapted(family: str = "llama", **config: Any) -> Backbone:

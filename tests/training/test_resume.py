@@ -6,8 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from forked import Forked
-from small_run import error_line, make_recipe, numbers, read_log, train_once
+from small_run import Forked, error_line, make_recipe, numbers, read_log, train_once
 
 from headstart.cli.train import main
 
@@ -15,7 +14,6 @@ STEPS, DEATH = 20, 9
 MICRO_BATCHES = 3
 """Forward passes per step."""
 WEIGHTS = "model.safetensors"
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def out(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the undisturbed run."""
     return Path(shutil.copytree(whole / "out", tmp_path / "out"))
 
 

@@ -25,7 +25,6 @@ from headstart.training.run.runs import print_runs
 
 GIVEN = ["train.schedule=constant", "eval.every=4", "log.tensorboard=true"]
 STEPS = 12
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(scope="module")

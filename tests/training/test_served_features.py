@@ -22,7 +22,6 @@ from headstart.training.features.manifest import read_manifest
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 LAYERS, NAME = (1, 3, 5, 6), "backbone-layers-1-3-5-6"
 EAGLE = {"kind": "eagle3", "depth": 2, "taps": [1, 3, 5]}
 

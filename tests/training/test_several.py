@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from families import backbone, random_drafter
-from forked import Forked
-from small_run import make_recipe, read_log, train_once
+from small_run import Forked, make_recipe, read_log, train_once
 
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import Backbone
@@ -32,11 +31,9 @@ HEADS: list[dict[str, Any]] = [
 ]  # fmt: skip
 FILES = {"eagle3": "model.safetensors", "wide": "medusa_lm_head.safetensors", "other-taps": "model.safetensors"}
 STEPS = 8
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def make(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A recipe with three drafters."""
     train = {"steps": STEPS, "batch_size": 4, "micro_batch": 2, **sections.pop("train", {})}
     path = make_recipe(folder, 6, train=train, **{"eval": {"every": 4, "prompts": 1}, **sections})
     recipe = read_yaml(path)
@@ -132,7 +129,6 @@ def losses(out: Path) -> list[list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("on_the_cpu")
 def test_a_step_does_not_depend_on_its_split(tmp_path: Path) -> None:
     recipe = str(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train={"steps": 4, "batch_size": 5}, eval={"prompts": 1}))
     assert main([recipe, f"save.dir={tmp_path}/whole"]) == 0
@@ -149,7 +145,6 @@ def test_a_step_does_not_depend_on_its_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("on_the_cpu")
 def test_on_policy_training_improves_its_own_drafts(tmp_path: Path) -> None:
     """On-policy training brings the drafter's own drafts nearer to the backbone's distribution than training on the data alone."""
     distances = {}
@@ -167,7 +162,6 @@ def test_on_policy_training_improves_its_own_drafts(tmp_path: Path) -> None:
     assert distances[2.0] < 0.98 * distances[0.0]
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
     heads = "heads=[{kind: eagle3, depth: 3, objective: {on_policy: 0.5, on_policy_share: 0.3}}, {name: other, kind: eagle3, depth: 2, objective: {on_policy: 1}}, {kind: medusa, depth: 2}]"  # noqa: E501
     recipe = str(make_recipe(tmp_path, train={"steps": 3}, eval={"prompts": 1}))
@@ -199,7 +193,6 @@ def test_recipes_that_cannot_be(tmp_path: Path, overrides: list[str], message: s
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [

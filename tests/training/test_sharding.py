@@ -9,10 +9,9 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from forked import Forked
 from packaging.version import Version
 from safetensors.torch import load_file
-from small_run import make_recipe, read_log, train_once
+from small_run import Forked, make_recipe, read_log, train_once
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -31,7 +30,6 @@ SMALL = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hid
          "initializer_range": 0.3, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 """The environment set by ``accelerate launch --use_fsdp --fsdp_version 2``; its launcher itself would look for GPUs."""
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def launch(processes: int, recipe: Path, out: Path, *changes: str, **environment: str) -> str:

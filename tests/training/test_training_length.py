@@ -216,7 +216,6 @@ def test_checkpointing_keeps_less() -> None:
     assert saved(drafter, features) < 0.4 * before
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_such_a_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(make_recipe(tmp_path)), "train.gradient_checkpointing=true"]) == 2
     assert "train.gradient_checkpointing is not available for Medusa" in capsys.readouterr().err

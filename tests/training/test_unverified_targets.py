@@ -22,7 +22,6 @@ from headstart.heads.backbone.hooks import tapped
 from headstart.heads.backbone.probes import decoder_layers
 from headstart.serving.verify.vllm import VLLM
 
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 EAGLE = {"kind": "eagle3", "depth": 2, "taps": [1, 2, 3]}
 SIZES = {"vocab_size": 256, "hidden_size": 32, "max_position_embeddings": 48, "num_attention_heads": 4, "pad_token_id": 0}
 SHAPE = {

@@ -39,8 +39,6 @@ Samples = Sequence[tuple[list[int], list[bool]]]
 
 @dataclass(frozen=True)
 class Check:
-    """The result."""
-
     answers: int
     same: int
     stored: bool = False

@@ -144,5 +144,4 @@ def without_prefix(tensors: Record, prefix: str) -> Record:
 
 
 def concatenate(records: Sequence[Record]) -> Record:
-    """Concatenate the records of several samples."""
     return {name: torch.cat([record[name] for record in records]) for name in records[0]}

@@ -105,7 +105,6 @@ class ServedFeatures(FeatureSource):
 
     @torch.no_grad()
     def check(self, answer: Answer) -> Tensor:
-        """See `check`."""
         with self.checking:
             hidden_TD = answer.hidden_TLD[:, -1].to(self.backbone.device, self.backbone.dtype)
             return check(answer, hidden_TD, self.norm, self.backbone.readout)

@@ -233,7 +233,6 @@ class MemoryCounter(TorchDispatchMode):
         self.peak, self.at_peak = self.bytes, list(self.live.values())
 
     def rename(self, tensors: list[Tensor], part: str) -> None:
-        """Move the tensors to another part."""
         for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self.live.keys():
             self.live[key] = self.live[key]._replace(part=part)
 

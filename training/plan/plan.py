@@ -44,8 +44,6 @@ JSONL_BYTES_PER_TOKEN = 4.5
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware to train on."""
-
     accelerator: bool
     processes: int
     memory: int

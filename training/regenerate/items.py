@@ -47,7 +47,6 @@ class Response:
 
 
 def failure(error: str, detail: str = "") -> Response:
-    """Make a response for an error."""
     return Response({}, 0, error, detail)
 
 

@@ -63,7 +63,6 @@ class Chosen:
         return f"{', '.join(f'{key}={value}' for key, value in self.values.items())} (auto: {self.reason})"
 
     def put_into(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with these values."""
         values = {key.removeprefix("train."): value for key, value in self.values.items()}
         return recipe.but({"train": values})
 

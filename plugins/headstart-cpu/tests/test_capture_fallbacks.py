@@ -76,25 +76,20 @@ def test_out_of_memory_is_no_fallback(error: Exception, when: str) -> None:
     assert captured.fallback is None and captured.backend is not None
 
 
-def without_torchscript(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.jit, "optimized_execution")
-
-
 def without_private_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_jit_pass_cse")
     monkeypatch.delattr(torch._C, "_create_function_from_graph")
 
 
-def on_python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
-
-
 @pytest.mark.parametrize(
     ("missing", "reason"),
     [
-        (without_torchscript, "has no torch.jit.optimized_execution"),
+        (lambda monkeypatch: monkeypatch.delattr(torch.jit, "optimized_execution"), "has no torch.jit.optimized_execution"),
         (without_private_functions, "lacks torch._C._jit_pass_cse, torch._C._create_function_from_graph, with which traces are made"),
-        (on_python_3_14, "torch.jit does not support Python 3.14 and later"),
+        (
+            lambda monkeypatch: monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0)),
+            "torch.jit does not support Python 3.14 and later",
+        ),
     ],
 )
 def test_without_traces_auto_captures_nothing_and_says_so(

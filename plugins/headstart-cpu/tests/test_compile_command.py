@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from architectures import CHAINS, of_transformers
-from chat_run import make_chat_model
+from chat_templates import make_chat_model
 from families import backbone, random_drafter
 from headstart_cpu import compile_model, kernels, store, workers
 from headstart_cpu.program import NotCompiled, Program, Region

@@ -10,7 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from chat_run import talker
+from chat_templates import talker
 from families import backbone, build, prompts, random_drafter, tiny
 from transformers import GenerationConfig
 

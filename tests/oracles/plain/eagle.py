@@ -50,7 +50,6 @@ class PairReader(Reader):
         return self.shared_logits(output_D)
 
     def next_state(self, output_TD: Tensor) -> Tensor:
-        """The state that the next draft is paired with."""
         return output_TD
 
     def following(self, token: int, output_1D: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,6 @@ BLOCK_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a backbone."""
-
     width: int
     vocab: int
     layers: int

@@ -8,8 +8,18 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 import pytest
-from chat_run import conversations, make_chat_model, make_chat_recipe, write_rows
-from chat_templates import CHATML, OPENING, PLAIN, QWEN3, make_samples, make_tokenizer
+from chat_templates import (
+    CHATML,
+    OPENING,
+    PLAIN,
+    QWEN3,
+    conversations,
+    make_chat_model,
+    make_chat_recipe,
+    make_samples,
+    make_tokenizer,
+    write_rows,
+)
 from tokenizers import normalizers
 from webpage import Reader
 
@@ -109,7 +119,6 @@ def test_tokens_of_another_tokenizer_are_an_error(tmp_path: Path) -> None:
         loaded(tmp_path, with_ids(conversations()), other)
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_train_and_inspect_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(make_chat_recipe(tmp_path, make_chat_model(tmp_path / "model", PLAIN)))
     page, report = tmp_path / "page.html", tmp_path / "sample.json"

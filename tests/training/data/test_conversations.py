@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_run import make_chat_model
-from chat_templates import CHATML, TURNS, chat, make_tokenizer
+from chat_templates import CHATML, TURNS, chat, make_chat_model, make_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

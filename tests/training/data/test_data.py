@@ -245,7 +245,6 @@ def test_a_mix_is_written_as_it_was_given(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "again.yaml") == mixed
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_a_mix_trains_and_reads_its_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(make_recipe(tmp_path))
     other = rows(tmp_path / "other.jsonl", 9)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_run import conversations, make_chat_model, make_chat_recipe, read_rows, write_rows
-from chat_templates import CHATML, make_tokenizer
+from chat_templates import CHATML, conversations, make_chat_model, make_chat_recipe, make_tokenizer, read_rows, write_rows
 
 from headstart.chat.conversation import Chat
 from headstart.chat.template import ChatSettings
@@ -70,7 +69,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return times
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_a_run_and_its_cache_go_on_on_another_day(tmp_path: Path, clock: list[str]) -> None:
     recipe = str(make_chat_recipe(tmp_path, make_chat_model(tmp_path / "model", DATED)))
     assert main(["train", recipe]) == 0
@@ -88,7 +86,6 @@ def test_a_run_and_its_cache_go_on_on_another_day(tmp_path: Path, clock: list[st
     assert read_metadata(tmp_path / "fresh")[1]["provenance"]["recipe"]["data"]["template_time"] == clock[-1]
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_a_recipe_may_set_the_instant_and_a_template_without_dates_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(make_chat_recipe(tmp_path, make_chat_model(tmp_path / "model", CHATML)))
     assert main(["train", recipe]) == 0

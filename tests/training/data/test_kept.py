@@ -14,9 +14,8 @@ import datasets
 import pytest
 import torch
 from chat_templates import CHATML, TURNS, VICUNA, chat, make_samples, make_tokenizer
-from forked import Forked
 from safetensors.torch import save_file
-from small_run import make_recipe
+from small_run import Forked, make_recipe
 
 import headstart
 from headstart.cli import main as command
@@ -249,7 +248,6 @@ def test_the_files_used_last_remain(folder: Path, tmp_path: Path, monkeypatch: p
     assert len(list(folder.glob("*.tokens"))) == 1 and load(source, max_length=80).kept
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_a_launch_tokenises_once_and_a_fault_ends_every_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, calls = make_recipe(tmp_path, train={"steps": 1}, eval={"prompts": 1}), tmp_path / "calls"
 

@@ -122,7 +122,6 @@ def test_a_packed_feed_reads_every_sample_once_an_epoch() -> None:
     assert samples_hash(samples) != samples_hash([replace(samples[0], loss_mask=~samples[0].loss_mask), *samples[1:]])
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_a_packed_run_trains_cuts_long_documents_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2}, train={"steps": None, "epochs": 3, "batch_size": 2})
     assert main([str(recipe), "data.packing=true", "data.max_length=24"]) == 0

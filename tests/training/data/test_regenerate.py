@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_run import make_chat_model
-from chat_run import read_rows as rows_of
-from chat_templates import CHATML, GEMMA
+from chat_templates import CHATML, GEMMA, make_chat_model
+from chat_templates import read_rows as rows_of
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer

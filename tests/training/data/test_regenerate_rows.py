@@ -114,7 +114,6 @@ def test_several_answers_to_each_row(ask: Any, tmp_path: Path) -> None:  # noqa:
     assert any(one["messages"] != other["messages"] for one, other in zip(several[:3], several[3:], strict=True))
 
 
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
 NAME = "backbone-layers-1-3-5-6"
 
 

@@ -134,7 +134,6 @@ def test_what_cannot_be_extended_is_named(tmp_path: Path, text: str, message: st
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_the_whole_recipe_is_saved_and_the_extended_files_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = make_recipe(tmp_path)
     part = write(tmp_path / "part.yaml", "extends: recipe.yaml\ntrain: {steps: 2}\n")
