@@ -155,7 +155,7 @@ class _Variant:
         if program is None or not store.ready(program):
             if program is not None and (failed := store.why_not(program)) is not None:
                 raise NotCompiled(failed)
-            if self.owner.where.hint:
+            if self.owner.where.hint and self.owner.missing is None:
                 warn_once(self.owner.where.hint)
             return False
         void_running()
