@@ -58,12 +58,17 @@ class Command:
         style = argparse.RawDescriptionHelpFormatter
         parser = subparsers.add_parser(
             self.name, help=self.about, description=self.about, formatter_class=style, allow_abbrev=False,
-            epilog=self._of("{}_EXAMPLE", upper=True) if arguments else None,
+            epilog=self.example if arguments else None,
         )  # fmt: skip
         if arguments:
             self._of("add_{}")(parser)
             add_debug(parser)
             parser.set_defaults(command=self)
+
+    @property
+    def example(self) -> str:
+        """Examples below the command's help."""
+        return str(self._of("{}_EXAMPLE", upper=True))
 
     def _of(self, form: str, upper: bool = False) -> Any:
         name = self.function or self.name

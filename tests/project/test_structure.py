@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 227, "lines": 37_459, "lines of code": 26_533}
+LIMITS = {"files": 227, "lines": 37_464, "lines of code": 26_536}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_672, "lines of code": 1_957}
 TEST_LIMITS = {"lines": 35_777, "setattr": 69, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small
