@@ -21,10 +21,7 @@ TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.S)
 
 
 def with_tables(page: str) -> str:
-    """The Markdown ``page`` with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew.
-
-    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.layer``, ``drafter.shortlist``, or ``drafter.KIND``.
-    """
+    """The page with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew."""
     return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}<!-- end of table -->", page)
 
 
@@ -48,9 +45,8 @@ def _rows(prefix: str, model: type[BaseModel]) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    return "see below" if isinstance(field.default, BaseModel) else f"`{_yaml(field.default)}`"
+    shown = "see below" if isinstance(field.default, BaseModel) else f"`{_yaml(field.default)}`"
+    return "required" if field.is_required() else shown
 
 
 def _yaml(value: Any) -> str:
@@ -66,5 +62,4 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    write_text(path, with_tables(path.read_text("utf-8")))
+    write_text(Path(sys.argv[1]), with_tables(Path(sys.argv[1]).read_text("utf-8")))

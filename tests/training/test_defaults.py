@@ -127,7 +127,7 @@ def test_what_brings_more_in_the_same_time_is_said(small: Path) -> None:
     assert said("steps: 2000, batch_size: 8", 2000) is said("epochs: 416, batch_size: 8", 52_000) is None
     assert said("epochs: 4", 500, gpu=False, depth=7) == (
         f"7 depths of 20,000 tokens are for a GPU; headstart new-recipe {load_recipe(small).backbone.path} "
-        f"--data {load_recipe(small).data.name} writes a recipe that trains faster on a CPU"
+        f"--data {load_recipe(small).data.train[0].path} writes a recipe that trains faster on a CPU"
     )
     assert said("epochs: 4", 500, depth=7) is said("epochs: 4", 500, gpu=False, depth=3) is None
     assert said("epochs: 4", 500, gpu=False, depth=7, draft_vocab_size=8192) is None

@@ -114,7 +114,7 @@ def advice(recipe: Recipe, drafters: Iterable[Drafter], steps: int, rows: int, p
     train = recipe.train
     for one in drafters if not accelerator else ():
         if isinstance(one, Eagle3) and one.depth * one.draft_vocab > 2 * CPU_DEPTH * CPU_VOCABULARY:
-            command = f"headstart new-recipe {recipe.backbone.path} --data {recipe.data.name}"
+            command = f"headstart new-recipe {recipe.backbone.path} --data {recipe.data.train[0].path}"
             return f"{one.depth} depths of {one.draft_vocab:,} tokens are for a GPU; {command} writes a recipe that trains faster on a CPU"
     passes = steps * train.batch_size / max(rows, 1)
     if train.steps is not None and passes > MANY_PASSES:

@@ -52,6 +52,12 @@ def echo(path: str, body: dict[str, Any]) -> Reply:
     return said(f"to {body['messages'][-1]['content']}")
 
 
+def test_a_server_is_asked_no_more_after_its_time(ask: Any, tmp_path: Path) -> None:
+    with serving(echo) as server:
+        assert ask(questions(500), server.url, "regenerate.hours=1e-6", "regenerate.concurrency=2") == 0
+    assert 0 < len(answers(tmp_path)) == 500 - result(tmp_path)["rows_not_asked"] < 500
+
+
 def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     messages = [

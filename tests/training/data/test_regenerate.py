@@ -125,8 +125,7 @@ def test_what_was_answered_in_time_is_written(ask: Any, tmp_path: Path, capsys: 
     assert (report["rows_written"], report["rows_not_asked"], report["rows_dropped"]) == (len(answered), 60 - len(answered), 0)
     assert f"{report['rows_not_asked']} rows were not asked in time (regenerate.hours)" in capsys.readouterr().err
     assert ask(None, *SAMPLED, "regenerate.unfinished=keep", out="all.jsonl") == 0 and result(tmp_path)["rows_not_asked"] == 0
-    every = rows_of(tmp_path / "all.jsonl")
-    assert [every[row] for row in answered] == rows_of(tmp_path / "new.jsonl")
+    assert [rows_of(tmp_path / "all.jsonl")[row] for row in answered] == rows_of(tmp_path / "new.jsonl")
 
 
 def test_what_cannot_be_asked_is_dropped_counted_and_named(ask: Any, tmp_path: Path, capsys: Any) -> None:
