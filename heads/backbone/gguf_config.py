@@ -100,7 +100,8 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
     for key in sorted(metadata, key=lambda key: ".rope." in key):  # shares of a head's width, after the width
         owner, _, name = key.partition(".")
         value = metadata[key] - metadata.get(f"{owner}.nextn_predict_layers", 0) if name == "block_count" else metadata[key]
-        if owner == "tokenizer" and value and not name.endswith("_token_id") and not TOKENIZER.search(name):
+        stated = value or name.endswith("escape_whitespaces")  # of all flags the one that is true where it is not stated
+        if owner == "tokenizer" and stated and not name.endswith("_token_id") and not TOKENIZER.search(name):
             yield f"{key} = {one_line(str(value), 60)}"
         if owner != file.architecture or name in ELSEWHERE or (not value and value is not False):
             continue

@@ -76,9 +76,9 @@ def hooks(modules: Iterable[nn.Module]) -> list[int]:
 
 def is_foreign(part: nn.Module) -> bool:
     """Whether a module, not what is in it, computes by code that is neither torch's nor transformers'."""
-    weight = part._parameters.get("weight")
-    plain = weight is None or type(weight) in (Tensor, nn.Parameter)
-    return not plain or type(part).__module__.partition(".")[0] not in KNOWN or "forward" in vars(part) or bool(hooks_on(part))
+    kinds = [type(part), *(type(weight) for name, weight in part._parameters.items() if name == "weight" and weight is not None)]
+    known = all(kind.__module__.partition(".")[0] in KNOWN for kind in kinds)
+    return not known or "forward" in vars(part) or bool(hooks_on(part))
 
 
 def structure(model: PreTrainedModel) -> list[Any]:

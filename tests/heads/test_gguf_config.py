@@ -180,11 +180,11 @@ def test_the_header_says_nothing_that_is_not_so(tmp_path: Path, caplog: pytest.L
 
 
 def test_keys_of_the_tokenizer_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys = {"tokenizer__ggml__remove_extra_whitespaces": 1, "tokenizer__ggml__add_sep_token": 0, "tokenizer__ggml__eot_token_id": 7}
+    unread = {"remove_extra_whitespaces": 1, "escape_whitespaces": 0}
+    keys = {f"tokenizer__ggml__{name}": value for name, value in (unread | {"add_sep_token": 0, "eot_token_id": 7}).items()}
     load_config(str(write_gguf(tmp_path / "spaced.gguf", *chat_model(), **keys)))
-    assert said_by(caplog) == [
-        "spaced.gguf states tokenizer.ggml.remove_extra_whitespaces = 1, which is not read: the model may compute otherwise"
-    ]
+    stated = ", ".join(f"tokenizer.ggml.{name} = {value}" for name, value in unread.items())
+    assert said_by(caplog) == [f"spaced.gguf states {stated}, which is not read: the model may compute otherwise"]
 
 
 def test_biases_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

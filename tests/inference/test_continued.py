@@ -80,13 +80,24 @@ def test_only_what_is_new_is_read(family: str, kind: str, reads: list[int]) -> N
     assert torch.equal(of.backbone.model.generate(**row(ids), past_key_values=cache, **HOW), of.backbone.model.generate(**row(ids), **HOW))
 
 
-def test_drafts_are_those_of_a_text_read_whole() -> None:
-    of, cache, ids = own("llama"), DynamicCache(), prompts((20,))[0][None]
-    for turn in range(3):
-        given = {"tree": TreeShape(12, 4), "return_dict_in_generate": True, **HOW}
+@pytest.mark.matrix(cells=3)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_drafts_are_those_of_a_text_read_whole(kind: str) -> None:
+    """Turn by turn, after a turn that was taken back, and in rows that join a batch midway."""
+    of, cache, ids = own("llama", kind), DynamicCache(), prompts((20,))[0][None]
+    given = {"tree": TreeShape(12, 4), "return_dict_in_generate": True, **HOW}
+    asked = []
+    for turn in range(4):
         kept, anew = (say(of, row(ids), **given, **more) for more in ({"past_key_values": cache}, {}))
         assert kept.trees == anew.trees and kept.tau == anew.tau
-        ids = follow(kept.sequences, turn)
+        asked.append((Prompt(ids[0], 0, turn), anew.trees[0]))
+        ids = follow(kept.sequences[:, : 24 if turn == 1 else None], turn)
+    waiting = iter(prompt for prompt, _ in asked)
+    found: list[list[Any]] = [[] for _ in asked]
+    for step in stream(of, lambda: next(waiting, None), Queue(Settings(12, tree=TreeShape(12, 4)), batch_size=2)):
+        for (prompt, _), number in zip(step.written, step.forward.written if step.forward else (), strict=True):
+            found[prompt.key].append(step.forward.trees[number])
+    assert found == [trees for _, trees in asked]
 
 
 def test_the_longest_common_prefix_counts(reads: list[int]) -> None:

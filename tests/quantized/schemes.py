@@ -119,6 +119,7 @@ SCHEMES: dict[str, tuple[str, Load]] = {
     "`Int8DynamicActivationInt8WeightConfig`, `PerTensor`": (TORCHAO, torchao("Int8DynamicActivationInt8WeightConfig", "PerTensor")),
     "`Float8WeightOnlyConfig`": (TORCHAO, torchao("Float8WeightOnlyConfig")),
     "int8": (QUANTO, quanto("int8")),
+    "int4": (QUANTO, quanto("int4")),
     "W8A8, a scale per token": (COMPRESSED, compressed("W8A8")),
     "W4A16": (COMPRESSED, compressed("W4A16")),
     "FP8, a scale per token": (COMPRESSED, compressed("FP8_DYNAMIC")),

@@ -132,7 +132,7 @@ def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture
     report = planned(recipe, tmp_path)
     assert report["memory"]["peak"] > 0 and report["tokens"]["tokens"] is None and report["micro_batch"]["length"] == 64
     assert "no tokenizer" in report["data_unavailable"] or "cannot load tokenizer" in report["data_unavailable"]
-    assert "weights" in report["time_unavailable"] and "data      not here" in capsys.readouterr().out
+    assert "weights" in report["time_unavailable"] and "data      none yet" in capsys.readouterr().out
 
 
 def test_what_is_written_to_disk(small: Path) -> None:

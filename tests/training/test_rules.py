@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import shrink
 import torch
+from chat_templates import CHATML
 from small_run import losses, make_backbone, rows_of_text
 
 from headstart.cli.main import main
@@ -145,6 +146,18 @@ def test_new_recipe_gives_one_that_trains(name: str, method: str, tmp_path: Path
     recipe = load_recipe(out, [*short, f"save.dir={tmp_path / 'out'}"])
     assert recipe.train.precision == recipe.backbone.dtype == "auto"
     assert train(prepare(recipe)) == 0
+
+
+@pytest.mark.parametrize("row", [{"prompt": "Who?"}, {"messages": [{"role": "user", "content": "Who?"}]}])
+def test_new_recipe_takes_prompts_alone(row: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/start.md says: they are answered next, and only then trained on."""
+    model, asked, out = small_model(tmp_path, "qwen2.5-7b-instruct"), tmp_path / "asked.jsonl", tmp_path / "recipe.yaml"
+    asked.write_text(f"{json.dumps(row)}\n" * 20)
+    (model / "chat_template.jinja").write_text(CHATML)
+    assert main(["new-recipe", str(model), "--data", str(asked), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "data      none yet" in said and "`headstart regenerate` answers" in said and f"next      headstart regenerate {out}" in said
+    assert main(["train", str(out)]) == 2 and "`headstart regenerate` answers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,10 @@ class Column:
         return (columns - read).union(*(unread(message) for message in self.messages(row, where)[0]))
 
 
+class NoAnswers(UserError):
+    """The rows are prompts alone."""
+
+
 def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = False) -> Column:
     """Return the column to train on, or two: if the recipe names none, the first of the usual ones that at least half of the rows have.
 
@@ -225,7 +229,7 @@ def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = Fals
     counts = Counter(name for row in rows for name, value in row.items() if value is not None)
     if data.columns is not None:
         if data.columns.completion is None and not asked:
-            raise UserError("data.columns.completion is not set; name the column of the answers, or write them with headstart regenerate")
+            raise NoAnswers("data.columns.completion is not set; name the column of the answers, or write them with headstart regenerate")
         found = [(data.columns.prompt, "" if asked else str(data.columns.completion))]
     elif data.column or data.format != "auto":
         found = [(data.column or {"tokens": IDS}.get(data.format, data.format), "")]
@@ -236,7 +240,10 @@ def find_column(rows: Sequence[Row], data: Data, source: str, asked: bool = Fals
         own = "name yours with data.column, or two as data.columns={prompt: A, completion: B}"
         choose = "set data.column to one it has" if data.column else own
         wanted = " or ".join(" with ".join(filter(None, pair)) for pair in found if pair[0] != IDS or len(found) == 1)
-        raise UserError(f"{source} has the columns {', '.join(rows[0]) or '(none)'}, not {wanted}; {choose}")
+        fault = f"{source} has the columns {', '.join(rows[0]) or '(none)'}, not {wanted}"
+        if not asked and any(counts[name] for name in PROMPTS):
+            raise NoAnswers(f"{fault}; `headstart regenerate` answers prompts alone; else {choose}")
+        raise UserError(f"{fault}; {choose}")
     name, answer = next(pair for pair, count in zip(found, shares, strict=True) if 2 * count >= max(shares))
     paired = data.columns is not None or (data.column is None and name in PROMPTS)
     return Column(name, "pair" if paired else _kind(name, rows, data), data, "" if asked else answer)

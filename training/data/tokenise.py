@@ -29,7 +29,7 @@ from headstart.chat.messages import read_conversation
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
-from headstart.training.data.samples import IDS, Column, Sample, Stats, read_tokens, whole
+from headstart.training.data.samples import IDS, Column, NoAnswers, Sample, Stats, read_tokens, whole
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
 
@@ -121,7 +121,7 @@ def make_samples(rows: Sequence[Row], read: Reader, data: Data, *, source: str, 
     if not samples and stats.rows_without_assistant == stats.rows:
         roles = ", ".join(stats.roles) or "none"
         fault = f"no assistant turn to train on in any of the {stats.rows} rows of {source} (roles found: {roles})"
-        raise UserError(f"{fault}; data.loss_on=all trains on every token")
+        raise NoAnswers(f"{fault}; `headstart regenerate` answers them, or data.loss_on=all trains on every token")
     if not samples:
         raise UserError(f"no label tokens in {source}: {stats}")
     return samples, stats

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from headstart.support.errors import UserError, waiting
 from headstart.training.data.data import check_data, load_data, read_images, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
+from headstart.training.data.samples import NoAnswers
 from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.features.cached import bytes_kept, may_keep
 from headstart.training.features.codec import CacheFormat
@@ -82,7 +84,8 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None, search: 
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {tflops:g}")
     if recipe.train.batch_size < machine.processes:
         raise UserError(f"train.batch_size={recipe.train.batch_size} leaves some of {machine.processes} GPUs without a sample; raise it")
-    check_data(recipe.data)
+    with suppress(NoAnswers):
+        check_data(recipe.data)
     models = make_fake_models(recipe, machine.accelerator)
     require_packable(recipe, models.backbone)
     splits = read_data(recipe, models)
@@ -124,7 +127,7 @@ def _estimate(memory_plan: MemoryPlan, size: MicroBatch, share: int, steps: int 
 
 
 def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
-    """Load the samples, or return why they are not available; nothing is downloaded. Raises UserError if a file cannot be read."""
+    """Load the samples, or return why there are none: not downloaded, or not answered yet. Raises UserError if a file cannot be read."""
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # makes `datasets` use only its cache
     settings, data, context = recipe.backbone, recipe.data, models.backbone.max_positions or sys.maxsize
     if data.max_length > context:
@@ -138,7 +141,7 @@ def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
         images = read_images(recipe, tokenizer)
         splits = load_data(data, tokenizer, context, ends=ends, images=images, progress=sys.stderr.isatty())
     except UserError as error:
-        if all(names_file(one.path) or Path(one.path).expanduser().exists() for one in data.train):
+        if not isinstance(error, NoAnswers) and all(names_file(one.path) or Path(one.path).expanduser().exists() for one in data.train):
             raise
         return str(error)
     require_vocabulary([*splits.train, *splits.eval], models.backbone.vocab)

@@ -60,7 +60,7 @@ def _verdict(report: dict[str, Any]) -> list[str]:
 def _data(report: dict[str, Any]) -> list[str]:
     tokens = report["tokens"]
     if tokens["tokens"] is None:
-        return [f"data      not here, so rows of data.max_length are assumed: {report['data_unavailable']}"]
+        return [f"data      none yet, so rows of data.max_length are assumed: {report['data_unavailable']}"]
     share = tokens["label_tokens"] / tokens["tokens"]
     return [
         f"data      {tokens['summary']} ({share:.0%})",
