@@ -17,10 +17,10 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 BLOCK_POSITIONS = 16
 """Positions for which noise is generated at once."""
-
-
 MAX_BLOCK_VALUES = 1 << 19
 """Maximum number of values generated at once: beyond it, arithmetic rather than call overhead dominates."""
+CACHED_VALUES = 1 << 16
+"""Values that stay in a processor's caches while they are computed."""
 
 
 def _signed(x: int) -> int:
@@ -43,13 +43,17 @@ def mix_(x: Tensor) -> Tensor:
 def gumbel(seeds_B: Tensor, positions_BP: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise ``[B, P, V]`` (float32) for the tokens at those positions of rows with those seeds (int64).
 
-    In place, since memory for some MB is mapped anew at every operation: that took ten times as long as the arithmetic.
+    In place and, on a CPU, a few positions at a time: some MB are mapped anew at every operation, and leave its caches.
     """
     key_BP = mix_(mix_(seeds_B.clone())[:, None] + positions_BP * _signed(GOLDEN))
     counter_V = torch.arange(vocab, device=seeds_B.device) * _signed(GOLDEN)
-    bits = _shifted(mix_(key_BP[..., None] + counter_V), 12)
-    uniform = bits.double().add_(0.5).mul_(2.0**-52)  # exact, and never 0 or 1
-    return uniform.log_().neg_().log_().neg_().float()
+    noise_NV = torch.empty(key_BP.numel(), vocab, device=seeds_B.device)
+    at_once = max(1, CACHED_VALUES // vocab if noise_NV.device.type == "cpu" else len(noise_NV))
+    for key_N, out_NV in zip(key_BP.flatten().split(at_once), noise_NV.split(at_once), strict=True):
+        bits = _shifted(mix_(key_N[:, None] + counter_V), 12)
+        uniform = bits.double().add_(0.5).mul_(2.0**-52)  # exact, and never 0 or 1
+        out_NV.copy_(uniform.log_().neg_().log_().neg_())
+    return noise_NV.view(*key_BP.shape, vocab)
 
 
 class NoiseBuffer:
