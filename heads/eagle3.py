@@ -127,11 +127,11 @@ class FusedTapsDrafter(AutoregressiveDrafter, OwnReadoutDrafter):
     def fit_start(self, features: Iterator[Features]) -> str:
         """Fit the fused state to the backbone's final hidden state of the next position: what later depths feed back in its place."""
         fit = LinearFit(self.fc.in_features, self.fc.out_features, self.fc.weight.device)
-        for one in features:
-            document_BT = torch.zeros_like(one.tokens_BT) if one.document_BT is None else one.document_BT
+        for batch in features:
+            document_BT = torch.zeros_like(batch.tokens_BT) if batch.document_BT is None else batch.document_BT
             before_BN, at_BN, next_BN = (document_BT[:, i : document_BT.shape[1] - 2 + i] for i in range(3))
             chosen_BN = (at_BN >= 0) & (at_BN == before_BN) & (at_BN == next_BN)  # not the first position, which is often an outlier
-            fit.add(self._normed(one.concatenated(self.taps))[:, 1:-1][chosen_BN], one.hidden_BTD[:, 2:][chosen_BN])
+            fit.add(self._normed(batch.concatenated(self.taps))[:, 1:-1][chosen_BN], batch.hidden_BTD[:, 2:][chosen_BN])
         if not fit.positions:
             return ""
         weight_DX, explained = fit.solve()

@@ -27,7 +27,7 @@ KIND = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 def drafters_of(module: str) -> list[type[Drafter]]:
     """List the concrete drafter classes that a module defines."""
     classes = [value for value in vars(importlib.import_module(module)).values() if isinstance(value, type)]
-    return [one for one in classes if issubclass(one, Drafter) and one.__module__ == module and not inspect.isabstract(one)]
+    return [kind for kind in classes if issubclass(kind, Drafter) and kind.__module__ == module and not inspect.isabstract(kind)]
 
 
 def methods() -> list[str]:

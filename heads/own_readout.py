@@ -144,9 +144,9 @@ class OwnReadoutDrafter(Drafter):
         """Find the subspaces from batches of features of training texts, whose label positions count."""
         assert self.config.shortlist is not None
         moments = [torch.zeros(2 * (layer.in_features,), device=layer.weight.device) for layer in self.readouts()]
-        for one in features:
-            labels_BT = torch.ones_like(one.tokens_BT, dtype=torch.bool) if one.loss_mask_BT is None else one.loss_mask_BT
-            for depth, hidden_BTD in enumerate(self.forward_dense(one)):
+        for batch in features:
+            labels_BT = torch.ones_like(batch.tokens_BT, dtype=torch.bool) if batch.loss_mask_BT is None else batch.loss_mask_BT
+            for depth, hidden_BTD in enumerate(self.forward_dense(batch)):
                 states_MD = self.output_state(hidden_BTD)[labels_BT[:, 2 + depth :]].float()
                 at_depth(moments, depth).addmm_(states_MD.T, states_MD)
         if not all(bool(moment.any()) for moment in moments):  # no text has labels
@@ -182,7 +182,7 @@ class OwnReadoutDrafter(Drafter):
         """Return the file of the subspaces, empty before they are found, so that none of other weights is left beside these."""
         if self.config.shortlist is None:
             return {}
-        found: list[Any] = [one.subspace for one in self.shortlists]
+        found: list[Any] = [shortlist.subspace for shortlist in self.shortlists]
         arrays = {f"{name}_{i}": part.numpy(force=True) for i, both in enumerate(found) for name, part in zip(SUBSPACE, both, strict=True)}
         np.savez(file := io.BytesIO(), **arrays)
         return {SHORTLIST: file.getvalue()}

@@ -51,7 +51,7 @@ class WarmStart:
             taps = list(self.drafter.taps)
             raise UserError(f"drafter.init={self.path} reads the taps {taps}, this drafter {list(drafter.taps)}: set drafter.taps={taps}")
         for key in drafter.fixed_arguments:
-            given, here = (json.dumps(one.arguments[key]) for one in (self.drafter, drafter))
+            given, here = (json.dumps(heads.arguments[key]) for heads in (self.drafter, drafter))
             if given != here:
                 found = f"drafter.init={self.path} computes with drafter.{key} {given}, this drafter {here}"
                 raise UserError(f"{found}: set drafter.{key}={given}")

@@ -187,7 +187,7 @@ class Acceptance:
     def to_json(self) -> dict[str, Any]:
         """What holds for any text, as stored in a checkpoint; `from_json` is the inverse."""
         counts = [{"hits": table.hits, "trials": table.trials} for table in self.tables]
-        tables = [{"depth": i, **{name: [round(count, 2) for count in row] for name, row in one.items()}} for i, one in enumerate(counts)]
+        tables = [{"depth": i, **{name: [round(count, 2) for count in row] for name, row in rows.items()}} for i, rows in enumerate(counts)]
         return {"levels": [[round(share, 4) for share in level] for level in self.levels], "calibration": tables}
 
     @staticmethod

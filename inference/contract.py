@@ -97,7 +97,7 @@ def draft(drafter: Drafter, state: Any, tokens: Sequence[Tensor], parents: Seque
 def chain(drafter: Drafter, state: Any, tokens_BK: Tensor) -> list[Tensor]:
     """Logits of each depth, drafted along the given tokens (the root first)."""
     tokens = tokens_BK.split(1, 1)
-    return [logits[:, 0] for logits in draft(drafter, state, tokens, [torch.zeros_like(one) for one in tokens])]
+    return [logits[:, 0] for logits in draft(drafter, state, tokens, [torch.zeros_like(tokens_BN) for tokens_BN in tokens])]
 
 
 def require_close(found: Tensor, expected: Tensor, what: str, look_at: str, dtype: torch.dtype | None = None) -> None:
@@ -182,7 +182,7 @@ def trees_are_paths(drafter: Drafter) -> None:
     parents = [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, N, dtype=torch.int64)]
     parents = (parents + [torch.randint(N, (2, N), generator=make) for _ in range(drafter.depth - 2)])[: drafter.depth]
     logits = draft(drafter, drafter.begin(ragged(features, lengths)), tokens, parents)
-    logits = [one.expand(-1, tokens_BN.shape[1], -1) for one, tokens_BN in zip(logits, tokens, strict=True)]
+    logits = [logits_B1V.expand(-1, tokens_BN.shape[1], -1) for logits_B1V, tokens_BN in zip(logits, tokens, strict=True)]
     for row in range(2):
         mine = read(drafter, features.tokens_BT[row : row + 1, : lengths[row]])
         for leaf in range(tokens[-1].shape[1]):

@@ -73,13 +73,13 @@ class SpeculativeModel:
         """What the drafter's drafts were worth in its training's evaluation, greedy (False) or sampled (True), as `Acceptance.to_json`."""
         self.seen_images = False
         """Whether the drafter was trained on rows with images (``data.images``)."""
-        self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
+        self.drafters = [source for source in (drafter, *proposers) if isinstance(source, Drafter)]
         if backbone.no_trees is not None and (drafter is not None or proposers):
             warn_once(f"{backbone.no_trees}: drafts are chains, verified a row at a time")
-        for one in self.drafters if backbone.no_trees is not None else ():
-            if one.uses_backbone_cache:
-                raise UserError(f"{type(one).__name__} drafts in the model's KV cache; {backbone.no_trees}: leave it out")
-        self.proposers = [one for one in proposers if isinstance(one, Proposer)]
+        for source in self.drafters if backbone.no_trees is not None else ():
+            if source.uses_backbone_cache:
+                raise UserError(f"{type(source).__name__} drafts in the model's KV cache; {backbone.no_trees}: leave it out")
+        self.proposers = [proposer for proposer in proposers if isinstance(proposer, Proposer)]
         self.chat: Chat | None = None  # `load` sets it: makes prompts from conversations as the heads' training did
         self.limits: dict[str, Any] | None = None
         """The arguments of the last call to `limit`."""

@@ -103,7 +103,7 @@ def output_of(decoder: Decoder | BeamDecoder, steps: list[Step], request: Reques
         logits=_by_step(logits) if request.logits else None,
         **cache,
         steps=steps,
-        tally=Tally.of(steps, len(request.ids_BT), max([0, *(one.depth for one in decoder.policy.of_kind(DrafterSource))])),
+        tally=Tally.of(steps, len(request.ids_BT), max([0, *(source.depth for source in decoder.policy.of_kind(DrafterSource))])),
         capture=decoder.reader.read.captured_by,
         sequences_scores=beams.scores_BK if beams is not None and request.scores else None,
         beam_indices=beams.origins_BKP if beams is not None else None,

@@ -133,7 +133,7 @@ class Engine:
         copies = heads.backbone.device.type == "cpu"  # elsewhere captures read the weights themselves
         self._sample = sample_of(self.modules) if copies else None
         sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]  # first: a drafter may rest where they are sure
-        sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
+        sources += [DrafterSource(f"{i} {type(drafter).__name__}", drafter, self.capturer) for i, drafter in enumerate(drafters)]
         self.policy = Policy(sources, self.capturer.fixed, chains=heads.backbone.no_trees is not None)
         for source in sources if heads.drafter is not None else []:
             if isinstance(source, DrafterSource) and source.drafter is heads.drafter:

@@ -58,7 +58,7 @@ class DecodedText:
         if not self.trees:
             raise UserError("no pass was made after the prefill; generate more tokens")
         if number is None:
-            number = max(range(1, len(self.passes)), key=lambda one: len(self.passes[one]))
+            number = max(range(1, len(self.passes)), key=lambda number: len(self.passes[number]))
         if not 1 <= number < len(self.passes):
             raise UserError(f"there is no pass {number}; passes are numbered from 1 to {len(self.passes) - 1}")
         return drawn_tree(self.trees[number - 1], self.passes[number], self.tokenizer)

@@ -103,15 +103,15 @@ class Tally:
 
     def join(self, other: Tally) -> None:
         """Add another tally."""
-        for one in fields(self):
-            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+        for member in fields(self):
+            mine, theirs = getattr(self, member.name), getattr(other, member.name)
             if isinstance(mine, list):
                 mine = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
             elif isinstance(mine, dict):
                 mine = type(mine)({key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}})
             else:
                 mine += theirs
-            setattr(self, one.name, mine)
+            setattr(self, member.name, mine)
 
     @property
     def tokens(self) -> int:

@@ -143,10 +143,10 @@ def evaluate(
     as text; ``tokens``, the text of each; and ``accept_lengths``, the tokens of each decoding step after the first. ``over``: called after
     each step with the tokens written so far; True ends the evaluation, which then returns ``prompts``: how many ended, and of how many.
     """
-    training, devices = drafter.training, [one for one in (drafter.backbone.device,) if one.type == "cuda"]
+    training, devices = drafter.training, [device for device in (drafter.backbone.device,) if device.type == "cuda"]
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
-    order = sorted(enumerate(prompts), key=lambda one: len(one[1].tokens))  # a pass attends to as many positions as the longest has
-    waiting = (Prompt(one.tokens, seed + i, i, LiveFeatures(drafter.backbone, ()).images(one.tokens, one.images)) for i, one in order)
+    order = sorted(enumerate(prompts), key=lambda entry: len(entry[1].tokens))  # a pass attends to as many positions as the longest has
+    waiting = (Prompt(row.tokens, seed + i, i, LiveFeatures(drafter.backbone, ()).images(row.tokens, row.images)) for i, row in order)
     tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:

@@ -76,12 +76,12 @@ def sample_page(report: dict[str, Any], recipe: str) -> str:
     )
     parts = ["a" if token["loss"] else "soft" if i < last else "soft unused" for i, token in enumerate(tokens)]
     span = Markup('<span class="{}" title="{}">{}</span>')
-    spans = [span.format(part + " special" * one["special"], one["token"], one["text"]) for part, one in zip(parts, tokens, strict=True)]
+    spans = [span.format(part + " special" * tok["special"], tok["token"], tok["text"]) for part, tok in zip(parts, tokens, strict=True)]
     about = "What is trained on, token by token; the id of a token is shown where the pointer rests on it."
     text = Markup("<div class=text>{}</div>").format(Markup("").join(spans))
     check = [data["check"]["said"]] if data["check"] else []
     img = Markup('<p><img src="{}" alt="" height=160><br>{}</p>')
-    pictures = [img.format(inline(one["name"], "image"), _said(one)) for one in report["images"]]
+    pictures = [img.format(inline(image["name"], "image"), _said(image)) for image in report["images"]]
     sections = [Section(f"Sample {report['row']}", about, [legend, *pictures, text])]
     return page("training sample", [f"{recipe}: {data['summary']}", *check], sections)
 
@@ -105,7 +105,7 @@ def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any
     report = {
         "row": row,
         "sample": tokens,
-        "images": [{"name": one.name, "size": one.size, "tokens": one.tokens, "place": one.place} for one in sample.images],
+        "images": [{"name": image.name, "size": image.size, "tokens": image.tokens, "place": image.place} for image in sample.images],
         "data": data_statistics(recipe, splits),
         "contract": contract(recipe, models, tokenizer),
         "vocabulary": vocabulary_coverage(recipe, models, splits),
@@ -190,7 +190,7 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
     packed = [("packed", f"into {data['packed']['rows']:,} rows, {data['packed']['fill']:.1%} full")] if "packed" in data else []
     return [
         labelled([("sample", f"{report['row']}: {len(report['sample'])} tokens, {labels} of them label tokens"),
-                  *(("image", _said(one)) for one in report["images"])]),
+                  *(("image", _said(image)) for image in report["images"])]),
         sample,
         "",
         labelled([
@@ -205,8 +205,8 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
             *packed,
             ("tokens", f"{vocabulary['distinct_label_tokens']:,} distinct label tokens, of {contract['vocab_size']:,}"),
             *(
-                ("drafted", f"{name}: {describe_coverage(one)}")
-                for name, one in vocabulary["drafters"].items()
+                ("drafted", f"{name}: {describe_coverage(coverage)}")
+                for name, coverage in vocabulary["drafters"].items()
             ),
             ("backbone", f"{contract['model_type']}: {contract['num_hidden_layers']} layers of {contract['hidden_size']}, vocabulary "
              f"{contract['vocab_size']:,} (tokenizer {contract['tokenizer_size']:,}), context {contract['context'] or 'unknown'}"),

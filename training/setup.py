@@ -93,7 +93,7 @@ def prepare(recipe: Recipe) -> Run:
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     if state is None and not backbone.whole:
         drafters = _build_drafters(recipe, backbone, fresh=True)  # whose start values are computed from what the source has
-    counts = LabelCounts.of(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
+    counts = LabelCounts.of(splits, backbone.vocab) if any(drafter.vocabulary is not None for drafter in drafters.values()) else None
     if state is None and counts is not None:
         set_vocabularies(drafters, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
@@ -175,7 +175,7 @@ def _with_time(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, state: State 
 
 def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str, Drafter]:
     """Build the drafters by name: initialised if ``fresh``, else without weights, which the saved state has."""
-    drafters = {name: build(one, backbone, fresh) for name, one in recipe.per_drafter().items()}
+    drafters = {name: build(single, backbone, fresh) for name, single in recipe.per_drafter().items()}
     require_on_policy(recipe, backbone, drafters)
     return drafters
 
@@ -223,7 +223,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
     recipe, accelerator, backbone, train = run.recipe, run.accelerator, run.backbone, run.recipe.train
     tokens, rows = splits.stats.tokens, run.feed.rows
     full = tokens / (rows * recipe.data.max_length)
-    drafters, processes, gpu = [one.drafter for one in run.trainers], accelerator.num_processes, accelerator.device.type != "cpu"
+    drafters, processes, gpu = [trainer.drafter for trainer in run.trainers], accelerator.num_processes, accelerator.device.type != "cpu"
     advised = advice(recipe, drafters, run.feed.steps, rows, processes, gpu) if run.done == 0 else None
     packed = f"; packed into {rows:,} rows of {recipe.data.max_length:,}, {full:.1%} full" if recipe.data.packing else ""
     return "\n".join((
@@ -241,7 +241,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         f"about {train.batch_size * tokens / rows:,.0f} tokens; precision {train.precision}, "
         f"{processes} process{'es' if processes > 1 else ''} on {accelerator.device.type}"
         f"{', sharded (FSDP2)' if accelerator.is_fsdp2 else ''}",
-        *(f"chosen    {f'{one.name}: ' if one.name else ''}{one.chosen}" for one in run.trainers if one.chosen.values),
+        *(f"chosen    {f'{trainer.name}: ' if trainer.name else ''}{trainer.chosen}" for trainer in run.trainers if trainer.chosen.values),
         *([] if advised is None else [f"advice    {advised}"]),
         f"output    {recipe.save.dir}",
     ))  # fmt: skip

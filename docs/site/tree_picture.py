@@ -103,7 +103,7 @@ def tree_svg(tree: DrawnTree) -> str:
         (lefts[level], 2.0 + ROW * row, len(text) * CHARACTER + PADDING) for level, row, text in zip(levels, tree.rows, labels, strict=True)
     ]
     lines = [_line(boxes[parent], boxes[box], kinds[box]) for box, parent in enumerate(tree.above) if box]
-    drawn = [_box(*one) for one in zip(boxes, labels, kinds, strict=True)]
+    drawn = [_box(*parts) for parts in zip(boxes, labels, kinds, strict=True)]
     wide, high = lefts[-1] + widths[-1] + 2, ROW * max(tree.rows) + BOX + 4
     about = f"a tree of {len(tree.texts)} nodes, {len(tree.path) - 1} drafts accepted"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" viewBox="0 0 {wide:.0f} {high}" width="{wide:.0f}" role="img">'
@@ -149,7 +149,7 @@ def main() -> None:
             place += written
             if written == len(tree.path):  # the text did not end inside the path
                 passes.append((tree, int(output.sequences[0, place])))
-    best = max(passes, key=lambda one: len(one[0].path))
+    best = max(passes, key=lambda drawn: len(drawn[0].path))
     args.out.write_text(tree_svg(drawn(*best, tokenizer)) + "\n", encoding="utf-8")
     print(f"{args.out}: {len(best[0].tokens)} nodes, {len(best[0].path) - 1} drafts accepted, of {len(passes)} passes")
 

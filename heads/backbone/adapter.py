@@ -125,7 +125,7 @@ def require_alike(model: PreTrainedModel, given: nn.Module | None = None) -> Non
     config = owner.active_peft_config if isinstance(owner, PeftModel) else None
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer) and not module.disable_adapters]
     active, stated = {name for layer in layers for name in layer.active_adapters}, vars(model).get("peft_config") or {}
-    unlike = [one.peft_type.value for one in stated.values() if layers and one.peft_type.value in UNLIKE]
+    unlike = [settings.peft_type.value for settings in stated.values() if layers and settings.peft_type.value in UNLIKE]
     tables = [module._forward_pre_hooks for module in model.modules()]
     hooks = [(table, number) for table in tables for number, hook in table.items() if _by_row(hook)]
     if config is not None and config.is_prompt_learning:
@@ -145,7 +145,7 @@ def require_alike(model: PreTrainedModel, given: nn.Module | None = None) -> Non
 
 def changes_tables(model: PreTrainedModel) -> bool:
     """True if PEFT has replaced the embedding or the output layer."""
-    return any(type(one).__module__.startswith("peft.") for one in (model.get_input_embeddings(), model.get_output_embeddings()))
+    return any(type(part).__module__.startswith("peft.") for part in (model.get_input_embeddings(), model.get_output_embeddings()))
 
 
 def _by_row(hook: Any) -> bool:

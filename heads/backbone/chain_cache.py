@@ -40,8 +40,8 @@ def copied(cache: DynamicCache) -> DynamicCache:
 def _states(value: Any) -> Any:
     """States of a layer, which passes write in place, or names and flags of them."""
     if isinstance(value, dict):
-        return {key: _states(one) for key, one in value.items()}
-    return [_states(one) for one in value] if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
+        return {key: _states(part) for key, part in value.items()}
+    return [_states(part) for part in value] if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
 
 
 def mixers_of(model: nn.Module) -> list[Any]:
@@ -87,13 +87,13 @@ def chain_fault(model: PreTrainedModel, read: Callable[..., Any], tokens_1N: Ten
         own, given = shown(read(tokens_1N[:, :start]).hidden_BTD), of(0, start, cache)
         copies = [copied(cache) for _ in range(3)]
         many, again = of(start, N, cache), of(start, N, copies[0])
-        one, two = (torch.cat([of(at, at + n, copies[n]) for at in range(start, N, n)], 1) for n in (1, 2))
+        single, two = (torch.cat([of(at, at + n, copies[n]) for at in range(start, N, n)], 1) for n in (1, 2))
     except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, IndexError) as error:
         return f"nor does it go on from a copied cache ({cause(error)})"
-    size, eps = one.abs().max().item(), torch.finfo(one.dtype).eps
+    size, eps = single.abs().max().item(), torch.finfo(single.dtype).eps
     if not (own - given).abs().max().item() <= max(1e-3, 8 * eps) * size:
         return "and positions that count from 0 are not those that it takes where none are given"
-    rounding, stale, apart = ((many - other).abs().max().item() for other in (two, again, one))
+    rounding, stale, apart = ((many - other).abs().max().item() for other in (two, again, single))
     if not max(rounding, stale) <= max(1e-3, 8 * eps) * size:
         return "and a pass of several tokens does not go on from the state before it"
     passes = apart <= max(4 * rounding, max(1e-4, 4 * eps) * size)

@@ -65,7 +65,7 @@ def match(matrices: Sequence[Tensor], types: list[str] | None, contract: Mapping
     ours = _values(matrices, places)
     if same_weights(recorded, ours):
         return "same"
-    stored = [[one for one in pair if one] for pair in zip(types or ["", ""], theirs or ["", ""], strict=False)]
+    stored = [[text for text in pair if text] for pair in zip(types or ["", ""], theirs or ["", ""], strict=False)]
     if types == theirs or not isinstance(recorded, list) or len(recorded) != len(ours):
         return "other"
     errors = [error for each in zip(matrices, places, stored, strict=True) for error in _rounding_errors(*each)]

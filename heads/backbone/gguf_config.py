@@ -105,7 +105,7 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
             yield f"{key} = {one_line(str(value), 60)}"
         if owner != file.architecture or name in ELSEWHERE or (not value and value is not False):
             continue
-        attribute = next((one for one in MEANINGS.get(name, "").split() if one in known), None)
+        attribute = next((known_name for known_name in MEANINGS.get(name, "").split() if known_name in known), None)
         if name.startswith("rope."):
             read = _set_rotary(config, name.removeprefix("rope."), value)
         elif name in PATTERNS:
@@ -143,24 +143,24 @@ def _set_rotary(config: PretrainedConfig, name: str, value: Any) -> bool:
     """Set what the header says of rotary frequencies; return whether it is known."""
     known: Any = config.to_dict()
     rope, part = known.get("rope_parameters") or {}, "sliding_attention" if name.endswith("_swa") else "full_attention"
-    one, name = rope.get(part, {}) if "full_attention" in rope else rope, name.removesuffix("_swa")
-    if part == "sliding_attention" and one is rope:  # one set for all layers
+    section, name = rope.get(part, {}) if "full_attention" in rope else rope, name.removesuffix("_swa")
+    if part == "sliding_attention" and section is rope:  # one set for all layers
         return bool(value in (rope.get("rope_theta"), known.get("head_dim")))
     if name == "dimension_count":
         share = value / (known.get("head_dim") or config.hidden_size // config.num_attention_heads)
         if "rotary_dim" in known:
             config.rotary_dim = value
-        elif "partial_rotary_factor" not in one:
+        elif "partial_rotary_factor" not in section:
             return bool(share == 1)
-        elif one.get("rope_type") != "proportional":  # whose factor is no share
-            one["partial_rotary_factor"] = share
-    elif name in ROPE and (name == "freq_base" or one.get("rope_type") == "yarn"):
-        one[ROPE[name]] = value
+        elif section.get("rope_type") != "proportional":  # whose factor is no share
+            section["partial_rotary_factor"] = share
+    elif name in ROPE and (name == "freq_base" or section.get("rope_type") == "yarn"):
+        section[ROPE[name]] = value
     else:
         return isinstance(value, (int, float)) and value == 1
-    if one:
+    if section:
         config.rope_parameters = rope
-    return bool(one)
+    return bool(section)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def say_unread(file: GgufFile, model: PreTrainedModel) -> None:
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    architecture, metadata = next(one for one, name in MODEL_ARCH_NAMES.items() if name == file.architecture), file.header.metadata
+    architecture, metadata = next(number for number, name in MODEL_ARCH_NAMES.items() if name == file.architecture), file.header.metadata
     layers, names = metadata[f"{file.architecture}.block_count"], {}
     drafting = range(layers - metadata.get(f"{file.architecture}.nextn_predict_layers", 0), layers)  # no part of the model (MTP)
     apart = ("rope_f", *(f"blk.{layer}." for layer in drafting))
@@ -188,7 +188,7 @@ def say_unread(file: GgufFile, model: PreTrainedModel) -> None:
         parts = name.split(".")
         ends = (table.get_name(".".join(parts[start:]), (".weight", ".bias")) for start in range(len(parts)))
         names[name] = next((found for found in ends if found is not None), None)
-    left = {name: one.elements for name, one in file.header.tensors.items() if name not in names.values() and not name.startswith(apart)}
+    left = {name: raw.elements for name, raw in file.header.tensors.items() if name not in names.values() and not name.startswith(apart)}
     others = sum(weight.numel() for name, weight in model.named_parameters() if names[name] not in file.header.tensors)
     if sum(left.values()) > others:
         shown = ", ".join([*left][:4]) + (", ..." if len(left) > 4 else "")
@@ -199,16 +199,16 @@ def _set_rope(config: PretrainedConfig, file: GgufFile) -> None:
     """Add the scaling of rotary frequencies, which transformers leaves out for most architectures. Raises UserError for an unknown one."""
     stated = {name.partition(".rope.scaling.")[2]: value for name, value in file.header.metadata.items() if ".rope.scaling." in name}
     rope: Any = config.get_text_config().to_dict().get("rope_parameters") or {}
-    one = rope.get("full_attention", rope)  # with one set for each kind of layer, llama.cpp scales that of full attention
+    section = rope.get("full_attention", rope)  # with one set for each kind of layer, llama.cpp scales that of full attention
     kind, factor = stated.get("type", "linear" if "factor" in stated else None), stated.get("factor") or 1.0
-    if one.get("rope_type", "default") != "default":
+    if section.get("rope_type", "default") != "default":
         return
     if (tensor := file.header.tensors.get(ROPE_FACTORS)) is not None:
-        one |= _llama3(one["rope_theta"], np.fromfile(file.path, np.float32, tensor.elements, offset=tensor.place))
+        section |= _llama3(section["rope_theta"], np.fromfile(file.path, np.float32, tensor.elements, offset=tensor.place))
     elif kind in ("linear", "yarn"):
         length = stated.get("original_context_length") or file.header.metadata.get(f"{file.architecture}.context_length")
         original = {"original_max_position_embeddings": length} if kind == "yarn" else {}
-        one |= {"rope_type": kind, "factor": float(factor), **original} if factor != 1 else {}
+        section |= {"rope_type": kind, "factor": float(factor), **original} if factor != 1 else {}
     elif kind not in (None, "none") or any(name.startswith("rope_factors_") for name in file.header.tensors):
         raise ValueError(f"its rotary frequencies are scaled by {kind or 'longrope'}")
     if rope:

@@ -95,7 +95,7 @@ class GgufFile:
 
     def memory(self, dtype: torch.dtype) -> int:
         """Bytes of the dequantized weights."""
-        return sum(one.elements for one in self.header.tensors.values()) * dtype.itemsize
+        return sum(tensor.elements for tensor in self.header.tensors.values()) * dtype.itemsize
 
     def described(self, dtype: torch.dtype) -> str:
         size, memory = (gigabytes(count) for count in (self.size, self.memory(dtype)))

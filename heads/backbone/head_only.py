@@ -125,7 +125,7 @@ def load_head_only(
     files = WeightFiles(path, settings if isinstance(settings, dict) else None)
     files.rename = _renaming(model)
     chosen, stored = loaded_dtype(dtype, config, on), config.get_text_config().dtype
-    _fill(model, files, next((one for one in (chosen, stored) if isinstance(one, torch.dtype)), None), on)
+    _fill(model, files, next((dtype for dtype in (chosen, stored) if isinstance(dtype, torch.dtype)), None), on)
     model.config.name_or_path = resolve(path)
     if dtype in INTEGERS:
         model.config.quantization_config = quantizing(dtype, gguf=False)
@@ -140,7 +140,7 @@ def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
         from transformers.core_model_loading import WeightRenaming, rename_source_key
     except ImportError:
         return str
-    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    renamings = [renaming for renaming in get_model_conversion_mapping(model) if isinstance(renaming, WeightRenaming)]
     return lambda name: str(rename_source_key(name, renamings, [])[0])
 
 
@@ -157,7 +157,7 @@ def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None,
     """Read the weights of the three modules. Raises UserError if the files lack one."""
     names = {module: name for name, module in model.named_modules()}
     embed, unembed = model.get_input_embeddings(), model.get_output_embeddings()
-    one_matrix, parts = unembed.weight is embed.weight, [one for one in (embed, final_norm(model), unembed) if one is not None]
+    one_matrix, parts = unembed.weight is embed.weight, [part for part in (embed, final_norm(model), unembed) if part is not None]
     read: dict[tuple[nn.Module, str], Tensor | None] = {}
     for module in parts:
         if any(True for _ in module.buffers()):  # as the scale of Gemma's embedding, which no file holds

@@ -118,10 +118,10 @@ def find_dependence(model: PreTrainedModel) -> str | None:
         among_TD[ROWS // 2] = own_1D
         found: list[Any] = []
         with suppress(TypeError, ValueError, RuntimeError, IndexError):  # of layers that read something else
-            found = [module(one.expand(ROWS, -1).to(embedded)[None]) for one in (own_1D, own_1D, among_TD)]
-        if not found or not all(isinstance(one, Tensor) and one.shape[:2] == (1, ROWS) for one in found):  # a router gives its choice
+            found = [module(rows_TD.expand(ROWS, -1).to(embedded)[None]) for rows_TD in (own_1D, own_1D, among_TD)]
+        if not found or not all(isinstance(state, Tensor) and state.shape[:2] == (1, ROWS) for state in found):  # a router gives its choice
             continue
-        alone_D, again_D, beside_D = (one[0, ROWS // 2].float() for one in found)
+        alone_D, again_D, beside_D = (state[0, ROWS // 2].float() for state in found)
         share = float((beside_D - alone_D).norm() / alone_D.norm())
         if not share <= max(DEPENDS, 3 * float((again_D - alone_D).norm() / alone_D.norm())):
             return (

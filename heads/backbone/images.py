@@ -69,7 +69,7 @@ def placeholders(config: Any) -> dict[str, int]:
 def size_of(output: Any) -> int:
     """Return how many numbers the features of an encoder's output are; 0: not known."""
     features = output.get("pooler_output") if isinstance(output, Mapping) else None
-    return 0 if features is None else sum(one.numel() for one in features)
+    return 0 if features is None else sum(tensor.numel() for tensor in features)
 
 
 def split_rows(output: Any, counts: Sequence[int]) -> list[Any]:
@@ -77,7 +77,7 @@ def split_rows(output: Any, counts: Sequence[int]) -> list[Any]:
 
     def cut(features: Tensor | Sequence[Tensor], row: int) -> Any:
         first = sum(counts[:row])
-        own_D = torch.cat([one.reshape(-1, one.shape[-1]) for one in features])[first : first + counts[row]]
+        own_D = torch.cat([tensor.reshape(-1, tensor.shape[-1]) for tensor in features])[first : first + counts[row]]
         return own_D[None] if isinstance(features, Tensor) else [own_D]
 
     def of_row(row: int) -> Any:

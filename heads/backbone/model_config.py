@@ -229,9 +229,9 @@ def rope_switch(config: Any) -> tuple[int | None, bool]:
     """
     stated = config.to_dict()
     rope = stated.get("rope_parameters") or {}
-    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]  # one for the model, or one per kind of layer
-    names = [str(one.get("rope_type")) for one in kinds]
+    kinds = [section for section in (rope, *rope.values()) if isinstance(section, dict)]  # one for the model, or one per kind of layer
+    names = [str(section.get("rope_type")) for section in kinds]
     if not any(name == "longrope" or "dynamic" in name for name in names):
         return None, True
-    first = [one["original_max_position_embeddings"] for one in kinds if one.get("original_max_position_embeddings")]
+    first = [section["original_max_position_embeddings"] for section in kinds if section.get("original_max_position_embeddings")]
     return min([*first, stated.get("original_max_position_embeddings") or stated["max_position_embeddings"]]), "longrope" in names

@@ -202,11 +202,11 @@ class Layer:
         """Replacement of the rule: tensors ``[B, N, H, ...]``; several value heads may share a key head."""
         assert self.branch is not None
         groups = value.shape[2] // key.shape[2]
-        query, key = (one.repeat_interleave(groups, 2) if groups > 1 else one for one in (query, key))
+        query, key = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (query, key))
         wide = rule_dtype(query)
-        q, k, v, decay, b = (one.transpose(1, 2).to(wide) for one in (query, key, value, g, beta))
+        q, k, v, decay, b = (x.transpose(1, 2).to(wide) for x in (query, key, value, g, beta))
         if options["use_qk_l2norm_in_kernel"]:
-            q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + 1e-6) for one in (q, k))
+            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         out_BHNV = self.branch.apply(self.place, Nodes(q * q.shape[-1] ** -0.5, k, v, decay, b))
         return out_BHNV.transpose(1, 2).to(query.dtype).contiguous(), None
 

@@ -152,7 +152,7 @@ def require_fitting(backbone: Backbone, small: Backbone, tokenizers: Tokenizers 
                 "draft with a model of the same vocabulary, or give both tokenizers if one size is padded"
             )
         return
-    mine, other = ({place: token for token, place in one.get_vocab().items()} for one in tokenizers)
+    mine, other = ({place: token for token, place in tokenizer.get_vocab().items()} for tokenizer in tokenizers)
     apart = [place for place in mine if place in other and mine[place] != other[place]]
     if apart:
         place = min(apart)

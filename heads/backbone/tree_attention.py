@@ -88,7 +88,7 @@ def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, m
     if blocks == 1 and query_BHNC.shape[0] <= FEW_ROWS and dtype != torch.float32:
         return attend(query_BHNC.double(), keys_BGSC.double(), values_BGSC.double(), mask_B1NS.double(), scale).to(dtype)
     scale = query_BHNC.shape[-1] ** -0.5 if scale is None else scale
-    parts = [one.tensor_split(blocks, dim) for one, dim in ((keys_BGSC, 2), (values_BGSC, 2), (mask_B1NS, 3))]
+    parts = [tensor.tensor_split(blocks, dim) for tensor, dim in ((keys_BGSC, 2), (values_BGSC, 2), (mask_B1NS, 3))]
     largest, sums = zip(*[_sums(query_BHNC, k, v, mask, scale) for k, v, mask in zip(*parts, strict=True)], strict=True)
     sums_BHNC = sums[0]
     if blocks > 1:
@@ -125,7 +125,7 @@ def in_blocks_of_rows(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor
     if blocks == 1:
         return attend_exactly(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
     mask_B1NS = mask_B1NS.expand(rows, -1, -1, -1)
-    parts = zip(*(one.tensor_split(blocks) for one in (query_BHNC, keys_BGSC, values_BGSC, mask_B1NS)), strict=True)
+    parts = zip(*(tensor.tensor_split(blocks) for tensor in (query_BHNC, keys_BGSC, values_BGSC, mask_B1NS)), strict=True)
     return torch.cat([attend_exactly(query, keys, values, mask, scale) for query, keys, values, mask in parts])
 
 
@@ -240,7 +240,7 @@ def _repeated(own: Callable[..., Tensor] | None, experts: Any, hidden: Tensor, *
         return result
     times = times_in_fp32() if hidden.dtype == torch.float32 else TIMES
     repeat = partial(torch.repeat_interleave, repeats=times, dim=0)
-    found: Tensor = run(experts, repeat(hidden), *map(repeat, rest), **{name: repeat(one) for name, one in named.items()})
+    found: Tensor = run(experts, repeat(hidden), *map(repeat, rest), **{name: repeat(tensor) for name, tensor in named.items()})
     return found[::times]
 
 

@@ -114,7 +114,7 @@ class DraftCache(RowState):
 
     def join(self, other: DraftCache) -> DraftCache:
         assert self.ring == other.ring
-        longer = max(self, other, key=lambda one: one.slots)
+        longer = max(self, other, key=lambda cache: cache.slots)
         pairs = zip(self.at_home().past, other.at_home().past, strict=True)
         keys, values = (join_rows(*pair) for pair in pairs)
         lengths_B = torch.cat([self.lengths_B, other.lengths_B])

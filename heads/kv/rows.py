@@ -27,7 +27,7 @@ def map_stores(change: Callable[[Tensor], Tensor], state: Any) -> Any:
     if not is_dataclass(state) or isinstance(state, type):
         return state
     stored = getattr(state, "stored", ())
-    values = {one.name: getattr(state, one.name) for one in fields(state)}
+    values = {member.name: getattr(state, member.name) for member in fields(state)}
     return replace(state, **{name: (map_tensors if name in stored else map_stores)(change, value) for name, value in values.items()})
 
 
@@ -67,11 +67,11 @@ class RowState:
         return self._with({name: _reserve(value, length) for name, value in self._lasting().items()})
 
     def _lasting(self) -> dict[str, Any]:
-        values = {one.name: getattr(self, one.name) for one in fields(self) if "drafted" not in one.metadata}
+        values = {member.name: getattr(self, member.name) for member in fields(self) if "drafted" not in member.metadata}
         return {name: value for name, value in values.items() if value is not None}
 
     def _with(self, changes: dict[str, Any]) -> Self:
-        return replace(self, **{one.name: None for one in fields(self) if "drafted" in one.metadata}, **changes)
+        return replace(self, **{member.name: None for member in fields(self) if "drafted" in member.metadata}, **changes)
 
 
 def _select(value: Any, rows_B: Tensor) -> Any:
@@ -177,10 +177,10 @@ def select_rows(store: Tensor, rows_B: Tensor) -> Tensor:
     return _pinned_as(store, store.index_select(-4, rows_B.to(store.device)))
 
 
-def join_rows(one: Tensor, other: Tensor) -> Tensor:
+def join_rows(rows: Tensor, other: Tensor) -> Tensor:
     """Concatenate the rows of two stores, with as many slots as the larger has."""
-    slots = max(one.shape[-2], other.shape[-2])
-    return _pinned_as(one, torch.cat([sized(one, slots), sized(other, slots)], -4))
+    slots = max(rows.shape[-2], other.shape[-2])
+    return _pinned_as(rows, torch.cat([sized(rows, slots), sized(other, slots)], -4))
 
 
 def replace_rows(store: Tensor, rows: list[int], other: Tensor) -> Tensor:
@@ -248,6 +248,6 @@ class FixedMemory:
         return self._homes[key]
 
 
-def is_same_memory(one: Tensor, other: Tensor) -> bool:
+def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
     """True if two tensors of one dtype are the same elements in memory."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    return tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape and tensor.stride() == other.stride()

@@ -215,7 +215,7 @@ def find_ending(template: Template, tokenizer: PreTrainedTokenizerBase, ends: Se
     after, following = (_after(template, [*asked, *more]) for more in ([], [PROBE[0] | {"content": NEXT}]))
     tokens, ahead, result = (encode(text) for text in (after, following, _result(template)))
     called = tuple(result[: end + 1]) if (end := _first(result, own)) is not None else ()
-    added = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special = frozenset(added | set(tokenizer.all_special_ids))
     end = _first(tokens, own if ends else own | special)
     if end is not None and tokens[end] in own:

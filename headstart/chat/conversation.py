@@ -29,7 +29,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[l
     if isinstance(tokenizer, usual) and all(getattr(kind, name) is getattr(usual, name) for name in ("__call__", "_encode_plus")):
         backend = tokenizer.backend_tokenizer
         if backend.truncation is None and backend.padding is None and not tokenizer.split_special_tokens:
-            return [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
     return list(tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
 
 
@@ -41,11 +41,11 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        added = [one for one in tokenizer.added_tokens_decoder.values() if one.content and not one.normalized]
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.content and not token.normalized]
         plain = tokenizer.is_fast and not tokenizer.split_special_tokens
-        plain = plain and not any(one.lstrip or one.rstrip or one.single_word for one in tokenizer.added_tokens_decoder.values())
-        self.special = {one.content for one in added if one.special} if plain else set()
-        longest_first = sorted((one.content for one in added), key=len, reverse=True)  # of two at one place the longer one counts
+        plain = plain and not any(token.lstrip or token.rstrip or token.single_word for token in tokenizer.added_tokens_decoder.values())
+        self.special = {token.content for token in added if token.special} if plain else set()
+        longest_first = sorted((token.content for token in added), key=len, reverse=True)  # of two at one place the longer one counts
         self.pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def cut(self, text: str) -> list[str]:
@@ -58,7 +58,7 @@ class Pieces:
         cut = [self.cut(text) for text in texts]
         pieces = list(dict.fromkeys(chain.from_iterable(cut)))
         known = dict(zip(pieces, tokenise(pieces), strict=True))
-        return [[token for piece in one for token in known[piece]] for one in cut]
+        return [[token for piece in pieces for token in known[piece]] for pieces in cut]
 
 
 TokenSample = tuple[list[int], list[bool]]
@@ -197,7 +197,7 @@ class Chat(Continuation):
         return Pieces(self.tokenizer)
 
     def _turns(self, answers: list[Written]) -> list[Turn]:
-        prompts, texts = self.asked([(one.prompt, one.images) for one in answers]), self.continued([one.text for one in answers])
+        prompts, texts = self.asked([(turn.prompt, turn.images) for turn in answers]), self.continued([turn.text for turn in answers])
         return [self._turn(*parts) for parts in zip(answers, prompts, texts, strict=True)]
 
     def _turn(self, answer: Written, prompt: list[int], tokens: list[int]) -> Turn:

@@ -42,11 +42,11 @@ def without_fill(value: Any, level: int = 0) -> Any:
     ``level``: mappings around the value. The row's own nulls stay, and a turn's content.
     """
     if isinstance(value, list):
-        return [without_fill(one, level) for one in value]
+        return [without_fill(part, level) for part in value]
     if not isinstance(value, dict):
         return value
     kept = value if level == 0 else ("content", "value") if level == 1 else ()
-    return {key: without_fill(one, level + 1) for key, one in value.items() if one is not None or key in kept}
+    return {key: without_fill(part, level + 1) for key, part in value.items() if part is not None or key in kept}
 
 
 def _filled(tools: Any) -> bool:
@@ -54,7 +54,7 @@ def _filled(tools: Any) -> bool:
     if isinstance(tools, list):
         return any(map(_filled, tools))
     pairs = tools.items() if isinstance(tools, dict) else ()
-    return any((key == "properties" and isinstance(one, dict) and None in one.values()) or _filled(one) for key, one in pairs)
+    return any((key == "properties" and isinstance(part, dict) and None in part.values()) or _filled(part) for key, part in pairs)
 
 
 def read_tools(value: Any, where: str) -> Any:
@@ -216,7 +216,7 @@ def _numbered(messages: list[Message]) -> list[Message]:
             waiting, message = [call["id"] for call in calls], message | {"tool_calls": calls}
         elif message["role"] == "tool" and waiting:
             message = {"tool_call_id": waiting[0], **message}
-            waiting = [one for one in waiting if one != message["tool_call_id"]]
+            waiting = [number for number in waiting if number != message["tool_call_id"]]
         numbered.append(message)
     return numbered
 

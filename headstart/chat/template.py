@@ -165,7 +165,7 @@ class Template:
 def clock(time: str) -> list[tuple[str, str]]:
     """Return the directives of ``strftime`` and what each prints at an instant, with ``%%`` set aside first and put back last."""
     instant = datetime.fromisoformat(time)
-    return [("%%", "\0"), *((one, instant.strftime(one)) for one in DIRECTIVES), ("\0", "%")]
+    return [("%%", "\0"), *((directive, instant.strftime(directive)) for directive in DIRECTIVES), ("\0", "%")]
 
 
 def plain_message(message: Message, text: bool = False) -> Message:

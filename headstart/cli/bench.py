@@ -132,7 +132,7 @@ def bench_plan(args: argparse.Namespace) -> Plan:
 
     tree = tree_of(args.nodes, args.width, args.depth)
     sampled = tree_of(args.sampled_nodes or args.nodes, args.sampled_width or args.width, args.depth)
-    fixed = [one if isinstance(one, TreeShape) else TreeShape() for one in (tree, sampled)]
+    fixed = [shape if isinstance(shape, TreeShape) else TreeShape() for shape in (tree, sampled)]
     return Plan(
         max_new_tokens=args.max_new_tokens,
         temperatures=tuple(dict.fromkeys(args.temperature or [0.0])),

@@ -121,7 +121,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report the error in one line, like all user errors."""
         named = (word.strip("':(),").partition("=")[0] for word in message.split())
-        said = "".join(f"; {one}" for one in dict.fromkeys(map(gone, named)) if one)
+        said = "".join(f"; {hint}" for hint in dict.fromkeys(map(gone, named)) if hint)
         self.exit(2, f"error: {one_line(message + said)} (see {self.prog} --help)\n")
 
 

@@ -53,8 +53,8 @@ def export(request: Request) -> dict[str, Any]:
     Raises UserError, before anything is written, for an unknown format, heads that it or the engine cannot hold, damaged heads, a folder
     that is not empty, or a backbone that is missing or another one.
     """
-    if request.to not in ENGINES and all(request.to != one.name for one in layouts_of()):
-        raise nearest(request.to, [*ENGINES, *sorted(one.name for one in layouts_of())])
+    if request.to not in ENGINES and all(request.to != layout.name for layout in layouts_of()):
+        raise nearest(request.to, [*ENGINES, *sorted(layout.name for layout in layouts_of())])
     require_new(request.out)
     heads = read_checkpoint(request.heads, request.backbone).cast(request.dtype)
     layout, engine = _chosen(request.to, heads)
@@ -84,16 +84,16 @@ def _chosen(to: str, heads: Checkpoint) -> tuple[Layout, str | None]:
         raise UserError(f"{heads.path} holds heads of kind {heads.method!r}, which is code of your own; engines read {', '.join(METHODS)}")
     if not heads.backbone:
         raise UserError(f"{heads.path} does not say which backbone it was trained on; give --backbone")
-    held = {one.name: one for one in layouts_of(heads.method)}
+    held = {layout.name: layout for layout in layouts_of(heads.method)}
     if to in ENGINES:
         require_engine(to, heads.method, list(held))
-        layout = next(one for one in held.values() if to in one.engines)
+        layout = next(layout for layout in held.values() if to in layout.engines)
         if reason := layout.unread(heads).get(to):
             advice = "" if layout.name == to else f"; --to {layout.name} writes the layout all the same"
             raise UserError(f"{ENGINES[to]} does not read {heads.path}: {reason}{advice}")
         return layout, to
     if to not in held:
-        of = ", ".join(METHODS[method] for one in layouts_of() if one.name == to for method in one.methods)
+        of = ", ".join(METHODS[method] for layout in layouts_of() if layout.name == to for method in layout.methods)
         allowed = f"for these heads: {', '.join(held)}" if held else "no engine reads these: decode them with headstart.load"
         raise UserError(f"{heads.path} holds {METHODS[heads.method]} heads; the layout {to} is of {of}; {allowed}")
     return held[to], None
@@ -188,5 +188,5 @@ def _report(heads: Checkpoint, layout: Layout, served: Served, engine: str | Non
 def lines(report: dict[str, Any], out: Path) -> list[str]:
     first = f"{METHODS[report['method']]}: {report['heads']['path']} written to {out}, layout {report['layout']}"
     notes = [f"  {note}" for note in report["notes"]]
-    launch = [line for one in report["launch"].values() for line in ("", one["support"], f"  {one['line']}")]
+    launch = [line for launch in report["launch"].values() for line in ("", launch["support"], f"  {launch['line']}")]
     return [first, *notes, *launch]

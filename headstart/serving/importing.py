@@ -68,7 +68,7 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     drafters = [build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype) for reading in readings]
     prompts, measured_on = prompts_for(backbone, wishes)
     found = [(measure(drafter, prompts, wishes.new_tokens), reading, drafter) for reading, drafter in zip(readings, drafters, strict=True)]
-    found.sort(key=lambda one: -one[0]["tau"])  # of equal ones the first, which engines read, stays first
+    found.sort(key=lambda pair: -pair[0]["tau"])  # of equal ones the first, which engines read, stays first
     _, best, drafter = found[0]
     quantised = ["quantised weights became the fp32 weights that they stand for"] if stated_format(files.config) is not None else []
     report: dict[str, Any] = {
@@ -115,7 +115,7 @@ def verdict(readings: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"tau {first['tau']:.3f} in {first['passes']} passes, acceptance per depth {rates}"]
     if others:
         lines.append(f"read as: {first['choice']}")
-        lines += [f"  otherwise tau {one['tau']:.3f}: {one['choice']}" for one in others]
+        lines += [f"  otherwise tau {choice['tau']:.3f}: {choice['choice']}" for choice in others]
         if first["tau"] - others[0]["tau"] < 0.02 * first["tau"]:
             lines.append("the figures are too close to tell the readings apart: give more prompts with --prompts FILE, or force --counting")
     return lines

@@ -82,7 +82,7 @@ def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
     """Return README.md for the repository ``repo``, with the backbone's licence, if it states one."""
     backbone = heads.card["backbone"]
     train = recipe_section(heads.card["provenance"], "data").get("train") or []
-    data = [train] if isinstance(train, str) else [str(one) for one in train]
+    data = [train] if isinstance(train, str) else [str(source) for source in train]
     license = license_of(heads.base_model or backbone) or (license_of(backbone) if heads.base_model not in (None, backbone) else None)
     name = METHODS.get(heads.method, heads.method).partition(" (")[0]
     metadata = ModelCardData(
@@ -90,7 +90,7 @@ def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
         license=license,
         library_name="headstart",
         tags=["speculative-decoding", heads.method.replace("_", "-"), "headstart"],
-        datasets=[one for one in data if is_hub_id(one)] or None,
+        datasets=[name for name in data if is_hub_id(name)] or None,
     )
     card = ModelCard.from_template(
         metadata,
@@ -100,7 +100,7 @@ def model_card(heads: Heads, repo: str, measured: list[Measured]) -> str:
         depth=heads.depth,
         adapted=heads.card["contract"].get("adapter") is not None,
         measured=measured,
-        counted=any(one.counted for one in measured),
+        counted=any(report.counted for report in measured),
         serving=_serving(heads, repo),
         layout=heads.layout,
         repo=repo,
@@ -116,7 +116,7 @@ def _serving(heads: Heads, repo: str) -> list[tuple[str, list[str]]]:
     found = []
     for engine, entry in readers(heads.method).items():
         if engine in heads.engines:  # of one whose newest version no longer reads a layout, the layout is asked for by name
-            to = engine if entry.until is None else next(one.name for one in layouts_of(heads.method) if engine in one.engines)
+            to = engine if entry.until is None else next(layout.name for layout in layouts_of(heads.method) if engine in layout.engines)
             first, served = _served(heads, repo, to)
             found.append((f"{ENGINES[engine]}, {entry}", [*first, launch_line(engine, served)]))
     return found
@@ -191,7 +191,7 @@ def bench_figures(file: Path, names: tuple[str, ...]) -> Measured:
         )
         cells = []
         for row in rows:
-            cells += [_cells(task or "all", report["tasks"][task], row, one) for task, one in row["tasks"].items()]
+            cells += [_cells(task or "all", report["tasks"][task], row, result) for task, result in row["tasks"].items()]
             cells += [_cells("all", report["prompts"], row, row)] * (len(row["tasks"]) > 1)
         return Measured(cells, about, counted=True)
     except UserError:
@@ -216,13 +216,13 @@ def training_figures(run: Path, provenance: dict[str, Any]) -> list[Measured]:
     return [Measured([row], about)]
 
 
-def _cells(task: str, prompts: int, setting: dict[str, Any], one: dict[str, Any]) -> list[str]:
+def _cells(task: str, prompts: int, setting: dict[str, Any], result: dict[str, Any]) -> list[str]:
     """Return a row of the table: what was accepted at a setting."""
     depth = f", depth {setting['depth']}" if setting.get("depth") is not None else ""
     tree = "adaptive" if setting["nodes"] is None else f"{setting['nodes']} nodes, width {setting['width']}{depth}"
-    own = [task, str(prompts), f"{setting['temperature']:g}", str(setting.get("batch", 1)), tree, f"{one['tau']:.2f}"]
-    engines = [one.get("mean_acceptance_length"), one.get("speedup_vs_ar")]
-    shares = " ".join(f"{share:.2f}" for share in one["acceptance_per_depth"])
+    own = [task, str(prompts), f"{setting['temperature']:g}", str(setting.get("batch", 1)), tree, f"{result['tau']:.2f}"]
+    engines = [result.get("mean_acceptance_length"), result.get("speedup_vs_ar")]
+    shares = " ".join(f"{share:.2f}" for share in result["acceptance_per_depth"])
     return [*own, shares, *("not measured" if value is None else f"{value:.2f}" for value in engines)]
 
 

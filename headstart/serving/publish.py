@@ -114,7 +114,7 @@ def _checkpoint(path: Path, request: Request) -> Heads:
     saved = read_checkpoint(str(path)).cast(request.dtype)
     card, method = saved.card, saved.method
     _require_adapter(path / ADAPTER, card["contract"].get("adapter") is not None)
-    reading = {engine for one in layouts_of(method) for engine in one.engines if engine not in one.unread(saved)}
+    reading = {engine for layout in layouts_of(method) for engine in layout.engines if engine not in layout.unread(saved)}
     engines = tuple(engine for engine in readers(method) if engine in reading)
     names = {file.relative_to(path) for pattern in SAVED for file in path.glob(pattern) if file.is_file()}
     known = request.base_model or _hub_id(card["backbone"])

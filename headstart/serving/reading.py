@@ -36,15 +36,15 @@ DERIVED = "rotary_emb.inv_freq"
 
 def layouts_of(method: str | None = None) -> list[Layout]:
     """Return the layouts that are written, or those that hold a method's heads, the checkpoint's own first: most engines read it."""
-    held = [one for one in LAYOUTS if one.methods and (method is None or method in one.methods)]
-    return sorted(held, key=lambda one: -len(one.engines))
+    held = [layout for layout in LAYOUTS if layout.methods and (method is None or method in layout.methods)]
+    return sorted(held, key=lambda layout: -len(layout.engines))
 
 
 def recognise(files: Files) -> Layout:
     """Return the layout in which engines read a folder. Raises UserError if none is known."""
-    found = next((one for one in LAYOUTS if one.recognises(files)), None)
+    found = next((layout for layout in LAYOUTS if layout.recognises(files)), None)
     if found is None:
-        some, known = ", ".join(sorted(files.shapes)[:3]), ", ".join(dict.fromkeys(one.title for one in LAYOUTS))
+        some, known = ", ".join(sorted(files.shapes)[:3]), ", ".join(dict.fromkeys(layout.title for layout in LAYOUTS))
         raise UserError(f"{files.path} has no known layout (tensors {some}, ...); known: {known}")
     return found
 

@@ -54,16 +54,16 @@ def reference(drafter: Drafter) -> list[dict[str, Any]]:
 def agreement(drafter: Drafter, expected: Sequence[dict[str, Any]]) -> Agreement:
     """Compare the drafts of a drafter with those of `reference`, each given the expected drafts before it."""
     equal, distance = 0, 0.0
-    for one in expected:
-        if drafter.max_depth is not None and drafter.max_depth < len(one["drafts"]):
+    for text in expected:
+        if drafter.max_depth is not None and drafter.max_depth < len(text["drafts"]):
             continue
-        logits_KV = draft_logits(drafter, *_text(drafter, one["place"]), len(one["drafts"]), one["drafts"])
-        equal += sum(are_picks(logits_KV, one["drafts"]))
-        for logits_V, token, figures in zip(logits_KV, one["drafts"], one["logits"], strict=True):
+        logits_KV = draft_logits(drafter, *_text(drafter, text["place"]), len(text["drafts"]), text["drafts"])
+        equal += sum(are_picks(logits_KV, text["drafts"]))
+        for logits_V, token, figures in zip(logits_KV, text["drafts"], text["logits"], strict=True):
             largest = float(logits_V[logits_V.isfinite()].abs().max())
             gap = max(abs(a - b) for a, b in zip(_figures(logits_V, token), figures, strict=True)) / max(largest, 1e-6)
             distance = max(distance, math.inf if math.isnan(gap) else gap)
-    return Agreement(sum(len(one["drafts"]) for one in expected), equal, distance)
+    return Agreement(sum(len(text["drafts"]) for text in expected), equal, distance)
 
 
 def _figures(logits_V: Tensor, token: int) -> list[float]:

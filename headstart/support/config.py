@@ -96,7 +96,7 @@ class StrictModel(BaseModel):
     @classmethod
     def _tuples(cls, value: Any, info: ValidationInfo) -> Any:
         ruled = _options(cls.model_fields[str(info.field_name)].annotation)
-        options = [typing.get_args(one)[0] if typing.get_origin(one) is Annotated else one for one in ruled]
+        options = [typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind for kind in ruled]
         return tuple(value) if isinstance(value, list) and any(typing.get_origin(option) is tuple for option in options) else value
 
 

@@ -52,7 +52,7 @@ def one_line(text: str, longest: int = LONGEST) -> str:
     """Return the text in one line that is safe on a terminal: line breaks become spaces, other control characters escapes."""
     if len(text) > longest:
         text = f"{text[: longest - 400]} ... {text[-395:]}" if longest > 800 else f"{text[: longest - 3]}..."
-    return "".join(one if one.isprintable() else " " if one in "\n\r\t\v\f\x85\u2028\u2029" else repr(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() else " " if char in "\n\r\t\v\f\x85\u2028\u2029" else repr(char)[1:-1] for char in text)
 
 
 def cause(error: BaseException, longest: int = 300) -> str:
@@ -67,7 +67,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None
 
 def gone(name: str) -> str:
     """Return what takes the place of a key, command or flag of earlier versions; empty if it never was one."""
-    return next((f"it is gone: {instead}" for one, instead in GONE.items() if f".{name}".endswith(f".{one}")), "")
+    return next((f"it is gone: {instead}" for gone, instead in GONE.items() if f".{name}".endswith(f".{gone}")), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -121,7 +121,7 @@ def require_file(what: str, path: str | Path) -> Path:
 def _near(file: Path) -> str:
     """Say which file of the folder has the nearest name."""
     try:
-        names = [one.name for one in file.parent.iterdir() if one.is_file()]
+        names = [path.name for path in file.parent.iterdir() if path.is_file()]
     except OSError:
         names = []
     stems = {name.partition(".")[0]: name for name in sorted(names, key=lambda name: name.endswith(file.suffix))}  # endings are alike
@@ -152,7 +152,7 @@ def require_folder(what: str, path: str | Path) -> Path:
 
 def _require_folder(what: str, path: Path, folder: Path) -> None:
     """Write a temporary file into ``folder`` or, if it is not there yet, into the one it would be created in."""
-    parent = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
         with tempfile.NamedTemporaryFile(dir=parent, prefix=".headstart-"):
             pass

@@ -98,8 +98,8 @@ def repaired(value: Any) -> Any:
     if isinstance(value, str):
         return SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):
-        return [repaired(one) for one in value]
-    return {repaired(key): repaired(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return [repaired(part) for part in value]
+    return {repaired(key): repaired(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def _whole(digits: str) -> int:

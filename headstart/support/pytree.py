@@ -30,9 +30,9 @@ def flatten(tree: Any, leaves: list[Tensor]) -> Any:
         return Tensor
     kind = type(tree)
     if kind in (tuple, list):
-        return (kind, tuple([flatten(one, leaves) for one in tree]))
+        return (kind, tuple([flatten(part, leaves) for part in tree]))
     if kind is dict:
-        return (kind, tuple(tree), tuple([flatten(one, leaves) for one in tree.values()]))
+        return (kind, tuple(tree), tuple([flatten(part, leaves) for part in tree.values()]))
     if (names := _fields(cast(Hashable, kind))) is not None:
         return (kind, tuple([flatten(getattr(tree, name), leaves) for name in names]))
     return (None, tree)
@@ -50,7 +50,7 @@ def builder(structure: Any) -> Callable[[Iterator[Tensor]], Any]:
     kind = structure[0]
     if kind is None:
         return lambda leaves: structure[1]
-    parts = [builder(one) for one in structure[-1]]
+    parts = [builder(part) for part in structure[-1]]
     if kind is dict:
         return lambda leaves: dict(zip(structure[1], [part(leaves) for part in parts], strict=True))
     if kind in (tuple, list):

@@ -63,7 +63,7 @@ class BeamDecoder:
 
     def kept(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """The scores and the logits that the call asks for, by beam and token."""
-        after = [of_beam for search in self.searches for of_beam in zip(*(one.flatten(0, 1) for one in search.after), strict=True)]
+        after = [of_beam for search in self.searches for of_beam in zip(*(part.flatten(0, 1) for part in search.after), strict=True)]
         scores, logits = ([[after_YV[y] for after_YV in of_beam] for of_beam in after] for y in (0, -1))
         return scores, logits
 

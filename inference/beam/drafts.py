@@ -121,11 +121,11 @@ class Row:
             for above, node, draft in level:
                 if node < self.trie.verified:
                     _replace(draft, self.trie.after[node][0], self.search.rules.candidates)
-                totals = ((above + one.score, node, token, one) for token, one in draft.below.items())
-                found += [one for one in totals if one[0] > MIN_TOTAL]
-            found.sort(key=lambda one: -one[0])
+                totals = ((above + child.score, node, token, child) for token, child in draft.below.items())
+                found += [entry for entry in totals if entry[0] > MIN_TOTAL]
+            found.sort(key=lambda entry: -entry[0])
             self.ranks.append({(node, token): rank for rank, (_, node, token, _) in enumerate(found)})
-            level = [(total, self.trie.add(node, token), one) for total, node, token, one in found[:width]]
+            level = [(total, self.trie.add(node, token), child) for total, node, token, child in found[:width]]
 
     def follow(self, breadth: Breadth) -> bool:
         """Take note of a step of the search; returns True if the last tokens of its beams have been verified too."""
@@ -133,9 +133,9 @@ class Row:
         self.last, self.origins = [self.nodes[beam] for beam in origins], [self.origins[beam] for beam in origins]
         added = list(zip(self.last, self.newest, strict=True))
         if self.steps < len(self.ranks):
-            breadth.learn(self.steps, 1 + max(self.ranks[self.steps].get(one, math.inf) for one in added))
+            breadth.learn(self.steps, 1 + max(self.ranks[self.steps].get(node, math.inf) for node in added))
         self.steps += 1
-        self.nodes = [self.trie.nodes[one] for one in added if one in self.trie.nodes]
+        self.nodes = [self.trie.nodes[node] for node in added if node in self.trie.nodes]
         return len(self.nodes) == len(added)
 
     def keep(self) -> list[int]:

@@ -185,7 +185,7 @@ class BeamTrie:
         Returns the old numbers of the nodes kept, and the new numbers of ``last``.
         """
         paths = [{*self.path(node)} for node in last]
-        ahead = {self.nodes[one] for one in zip(last, tokens, strict=True) if one in self.nodes}
+        ahead = {self.nodes[node] for node in zip(last, tokens, strict=True) if node in self.nodes}
         for node, parent in enumerate(self.parents):
             if parent in ahead:
                 ahead.add(node)
@@ -224,5 +224,5 @@ def read_tries(reader: Reader, cache: RaggedCache, tries: list[BeamTrie]) -> tup
         levels_BM[b, :count], levels_BM[b, count:] = trie.levels, trie.levels[first]
     # Every row has room for the longest trie: the paths of all rows are moved together when nodes are dropped.
     slots = max(trie.shared for trie in tries) + max(trie.verified for trie in tries) + N
-    nodes = (torch.from_numpy(one).to(cache.lengths_B.device) for one in (tokens_BN, levels_BM, ancestors_BNM, index_BN))
+    nodes = (torch.from_numpy(array).to(cache.lengths_B.device) for array in (tokens_BN, levels_BM, ancestors_BNM, index_BN))
     return reader.nodes(cache, cache.room(slots - cache.longest), *nodes)[:2]

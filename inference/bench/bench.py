@@ -62,7 +62,7 @@ class Race:
         self, leader: System, systems: Sequence[System], prompts: Sequence[Prompt], settings: Settings, batch: int, seed: int
     ) -> None:
         self.results = [SystemResult(system) for system in systems]
-        self.leader = next(one for one in self.results if one.system is leader)
+        self.leader = next(entry for entry in self.results if entry.system is leader)
         self.prompts, self.settings, self.batch, self.seed = prompts, settings, batch, seed
         self.pace = 0.1 if sys.stderr.isatty() else 10.0  # seconds between updates of progress
         self.others = OtherPrograms()
@@ -78,18 +78,18 @@ class Race:
             for number in range(rounds):
                 self._round(number, prompter, progress)
         self._time_parts()
-        return {one.system: one for one in self.results}
+        return {entry.system: entry for entry in self.results}
 
     def _round(self, number: int, prompter: Prompter | None, progress: tqdm) -> None:
-        for one in self.results if number else ():
-            one.rounds.append(Tally())
+        for entry in self.results if number else ():
+            entry.rounds.append(Tally())
         asked, self.dropped_turns = dict(enumerate(self.prompts)), 0
         while asked:
             for turn, (task, group) in enumerate(self._groups(asked), number):
                 first = turn % len(self.results)
-                for one in self.results[first:] + self.results[:first]:
-                    one.measure(task, group, self.settings, self.seed)
-                    progress.set_postfix_str(f"{one.system.name}: {one.total.tokens_per_second:.1f} tokens/s", refresh=False)
+                for entry in self.results[first:] + self.results[:first]:
+                    entry.measure(task, group, self.settings, self.seed)
+                    progress.set_postfix_str(f"{entry.system.name}: {entry.total.tokens_per_second:.1f} tokens/s", refresh=False)
                     progress.update(len(group))
             asked = {} if prompter is None else self._next(asked, prompter, progress)
 
@@ -106,7 +106,7 @@ class Race:
     def _warm_up(self) -> None:
         """Let every system continue the first prompts: what is loaded, captured and first timed is in no round."""
         with tqdm(total=len(self.results), desc="warm-up", unit="system", mininterval=self.pace) as progress:
-            for system in (one.system for one in self.results):
+            for system in (entry.system for entry in self.results):
                 progress.set_postfix_str(system.name)
                 start = time.monotonic()
                 for group in self.groups[: 1 if system.capture is None else WARM_UP]:
@@ -142,9 +142,9 @@ class Race:
         """On an accelerator, decode some prompts once more with exact times."""
         if self.leader.system.backbone.device.type == "cpu":
             return
-        for one in self.results:
-            if isinstance(one.system, HeadstartSystem) and one.system.sources:
-                one.parts = one.system.time_parts(self.groups[:TIMED], self.settings, self.seed)
+        for entry in self.results:
+            if isinstance(entry.system, HeadstartSystem) and entry.system.sources:
+                entry.parts = entry.system.time_parts(self.groups[:TIMED], self.settings, self.seed)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def compare(
     for temperature in plan.temperatures:
         first: SystemResult | None = None
         for batch in plan.batches:
-            baselines = [ar_transformers, ar, *(one for one in others if batch == 1 or not one.one_by_one)]
+            baselines = [ar_transformers, ar, *(system for system in others if batch == 1 or not system.one_by_one)]
             race = Race(ar, [*baselines, *drafting], fitting, plan.settings(temperature), batch, plan.seed)
             by_system = race.run(prompter, plan.rounds)
             references = References(by_system[ar], by_system[ar_transformers], first, by_system)
@@ -235,12 +235,12 @@ def _judge(judging: Judging, rows: dict[System, dict[str, Any]], by_system: dict
 
 def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan, beside: Beside | None) -> list[HeadstartSystem]:
     """The heads as given and, if the plan says so, each trained drafter without proposers, in adaptive and in fixed trees."""
-    systems = [HeadstartSystem(name, one, None, beside) for name, one in heads]
-    trained = [(name, one) for name, one in heads if one.drafter is not None]
+    systems = [HeadstartSystem(name, loaded, None, beside) for name, loaded in heads]
+    trained = [(name, loaded) for name, loaded in heads if loaded.drafter is not None]
     if plan.also_alone:
-        systems += [HeadstartSystem(f"{name}{ALONE}", _alone(one), None, beside) for name, one in trained]
+        systems += [HeadstartSystem(f"{name}{ALONE}", _alone(loaded), None, beside) for name, loaded in trained]
     if plan.fixed_trees is not None:
-        systems += [HeadstartSystem(f"{name}{FIXED}", _alone(one), plan.fixed_trees, beside) for name, one in trained]
+        systems += [HeadstartSystem(f"{name}{FIXED}", _alone(loaded), plan.fixed_trees, beside) for name, loaded in trained]
     return systems
 
 

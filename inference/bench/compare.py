@@ -82,7 +82,7 @@ class Comparison:
         """The systems of both reports, by setting. Systems are paired by name, then those left over in order."""
         pairs = []
         for setting in dict.fromkeys(map(_setting, _rows(self.before))):
-            here, there = ([row for row in _rows(one) if _setting(row) == setting] for one in (self.before, self.after))
+            here, there = ([row for row in _rows(report) if _setting(row) == setting] for report in (self.before, self.after))
             ours, theirs = {name(row) for row in here}, {name(row): row for row in there}
             spare = iter([row for row in there if "head" in row and name(row) not in ours])
             for row in here:
@@ -173,10 +173,10 @@ def _tasks(both: Comparison) -> list[Table]:
     if len(both.before["tasks"]) < 2:
         return []
     rows = [
-        ("", [f"{pair.before['temperature']:g}", pair.system, task, *_changes(one, pair.after["tasks"][task])])
+        ("", [f"{pair.before['temperature']:g}", pair.system, task, *_changes(result, pair.after["tasks"][task])])
         for pair in both.pairs
         if "head" in pair.before
-        for task, one in pair.before["tasks"].items()
+        for task, result in pair.before["tasks"].items()
         if task in pair.after["tasks"]
     ]
     return [Table(["temperature", "system", "task", *_titles()], rows, left=(1, 2))]

@@ -96,7 +96,7 @@ class Judging:
             entry.row |= {"teacher_forced": entry.counts(rounding.tolerance), "verdict": entry.verdict(rounding.tolerance)}
         theirs = {*map(id, report["results"]), *(id(row) for row in report["baselines"] if row["name"] == AR)}
         verdicts = {entry.row["verdict"] for entry in self.entries if id(entry.row) in theirs}
-        report["verdict"] = next(one for one in (FAULT, NEAR_TIE, IDENTICAL) if one in verdicts)
+        report["verdict"] = next(verdict for verdict in (FAULT, NEAR_TIE, IDENTICAL) if verdict in verdicts)
 
 
 @dataclass
@@ -120,11 +120,11 @@ class Entry:
         by more than rounding, and the largest difference. None: no number.
         """
         judged = [*self.texts, *self.with_logits]
-        shortfalls = [shortfall for one in judged for shortfall in one.shortfalls.values()]
-        differences = [difference for one in judged for difference in one.differences]
+        shortfalls = [shortfall for text in judged for shortfall in text.shortfalls.values()]
+        differences = [difference for text in judged for difference in text.differences]
         faults, beyond = (sum(not size <= tolerance for size in sizes) for sizes in (shortfalls, differences))
         return {
-            "tokens": sum(one.tokens for one in judged),
+            "tokens": sum(text.tokens for text in judged),
             "near_ties": len(shortfalls) - faults,
             "faults": faults,
             "largest_shortfall": _finite(max(shortfalls, default=0.0)),
@@ -186,12 +186,12 @@ def _wrong(found: Row) -> str:
 def _bits(report: Row) -> str:
     """A sentence on the logits, where they were compared."""
     compared = [row["logits"] for row in report["results"]]
-    positions, differing = (sum(one[key] for one in compared) for key in ("positions", "differing"))
+    positions, differing = (sum(comparison[key] for comparison in compared) for key in ("positions", "differing"))
     if not positions:
         return ""
     if not differing:
         return f" So is every bit of the logits ({positions:,} positions compared)."
-    largest, logit = (max(one[key] for one in compared) for key in ("largest_difference", "largest_logit"))
+    largest, logit = (max(comparison[key] for comparison in compared) for key in ("largest_difference", "largest_logit"))
     return f" Logits differ by at most {largest:.2g}, the largest is {logit:.3g} ({differing:,} of {positions:,} positions differ)."
 
 
@@ -250,7 +250,7 @@ def compare_logits(
 ) -> list[dict[str, Any]]:
     """Compare systems with autoregressive decoding on some of the batches ``groups``; prompt ``i`` has seed ``seed + i``."""
     systems, answers = (ar, *drafting), {i: texts[0] for i, texts in ar.measured.sequences.items()}
-    differing = {i: {_same(one.measured.sequences[i][0], text_T) for one in drafting} - {len(text_T)} for i, text_T in answers.items()}
+    differing = {i: {_same(run.measured.sequences[i][0], text_T) for run in drafting} - {len(text_T)} for i, text_T in answers.items()}
     chosen = sorted(groups, key=lambda group: not any(differing[i] for i in group))[:PROMPTS]
     found = [LogitsComparison() for _ in systems]
     bar = progress("comparing logits", "batch", len(systems) * len(chosen))
@@ -258,10 +258,10 @@ def compare_logits(
         wanted = max([POSITIONS, *(place + 1 for i in group for place in differing[i])])
         room, others = max(1, MOST_LOGITS // (len(group) * judging.judge.backbone.vocab)), list[Kept]()
         needed = replace(settings, max_new_tokens=min(settings.max_new_tokens, wanted, room))
-        for one, comparison in zip(systems, found, strict=True):
-            texts = continued(one.measured.system, group, needed, seed)
+        for system, comparison in zip(systems, found, strict=True):
+            texts = continued(system.measured.system, group, needed, seed)
             for (i, prompt_T), (tokens_T, logits_TV) in zip(group.items(), texts, strict=True):
-                judging.add_logits(one, prompt_T, tokens_T, logits_TV, seed + i)
+                judging.add_logits(system, prompt_T, tokens_T, logits_TV, seed + i)
             others = others or texts  # the first system's
             comparison.add_texts(texts, others)
             bar.update()

@@ -82,7 +82,7 @@ def result(measured: SystemResult, references: References, settings: Settings, s
     assert isinstance(measured.system, HeadstartSystem)
     tree, total = measured.system.settings(settings).tree, measured.total
     shape = tree if isinstance(tree, TreeShape) else None
-    max_depth = max((one.depth for one in measured.system.heads.drafters), default=len(total.accepted))
+    max_depth = max((drafter.depth for drafter in measured.system.heads.drafters), default=len(total.accepted))
     differing = measured.differing(references.ar)
     identical_to_transformers = measured.differing(references.ar_transformers) == 0 if sizes.temperature == 0 else None
     return {

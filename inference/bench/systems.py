@@ -139,7 +139,7 @@ class TransformersSystem(System):
             counting.remove()
         sequences = [_until_eos(row, self.backbone.model) for row in output.sequences[:, start:].cpu()]
         tokens = sum(map(len, sequences))
-        decoded = tokens - sum(min(len(one), first.length - start) for one in sequences)
+        decoded = tokens - sum(min(len(sequence), first.length - start) for sequence in sequences)
         row_passes = passes if len(prompts) == 1 else tokens  # in a batch each pass writes one token per row
         times = dict.fromkeys(PARTS, 0.0) | {"verify": seconds}
         counts = Tally(prefills=1, passes=passes - 1, row_passes=row_passes, emitted=tokens, decoded=decoded, seconds=times)

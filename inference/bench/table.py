@@ -78,11 +78,11 @@ def tasks_table(report: Row) -> list[Table]:
     setting = len(setting_titles(report))
     titles = [*setting_titles(report), "task", *SPEEDS, "accepted at depth 0, 1, ..."]
     rows = [
-        (_style(row), [*setting_cells(report, row), task, *speeds(one), _acceptance(one)])
+        (_style(row), [*setting_cells(report, row), task, *speeds(result), _acceptance(result)])
         for temperature, batch in settings_of(report)
         for row in rows_at(report, temperature, batch)
         if row["kind"] != "ar"  # the ratios of autoregressive decoding add nothing
-        for task, one in row["tasks"].items()
+        for task, result in row["tasks"].items()
     ]
     return [Table(titles, rows, left=[setting - 1, setting, len(titles) - 1])]
 
@@ -133,10 +133,10 @@ def transformers_notes(report: Row) -> list[str]:
 def vocabulary_notes(report: Row) -> list[str]:
     """A line for each entry with a draft vocabulary: its share of the generated tokens, which bounds the acceptance."""
     return [
-        f"draft vocabulary: {name(row)} {setting(row)}, {one['size']:,} of {one['vocab_size']:,} tokens,"
-        f" which are {one['coverage']:.1%} of those generated"
+        f"draft vocabulary: {name(row)} {setting(row)}, {coverage['size']:,} of {coverage['vocab_size']:,} tokens,"
+        f" which are {coverage['coverage']:.1%} of those generated"
         for row in report["results"]
-        if (one := row["draft_vocabulary"]) is not None
+        if (coverage := row["draft_vocabulary"]) is not None
     ]
 
 
@@ -201,14 +201,14 @@ def samples(
         first.setdefault(prompt.task, i)
     return [
         {
-            "head": one.system.name,
+            "head": result.system.name,
             "temperature": temperature,
             "task": task,
             "prompt": str(tokenizer.decode(prompts[i].ids_T, skip_special_tokens=True))[-SHOWN:],
-            "tokens": token_texts(tokenizer, one.sequences[i][0].tolist()[:TOKENS]),
-            "accept_lengths": one.accept_lengths[i],
+            "tokens": token_texts(tokenizer, result.sequences[i][0].tolist()[:TOKENS]),
+            "accept_lengths": result.accept_lengths[i],
         }
-        for one in results
+        for result in results
         for task, i in islice(first.items(), SAMPLES)
     ]
 

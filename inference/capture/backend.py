@@ -166,16 +166,16 @@ def all_nearly_equal(results: Sequence[Tensor], others: Sequence[Tensor], compar
     """
     if len(results) != len(others):
         return False
-    coarsest = max((torch.finfo(one.dtype).eps for one in results if one.is_floating_point()), default=0.0)
+    coarsest = max((torch.finfo(result.dtype).eps for result in results if result.is_floating_point()), default=0.0)
     pairs = zip(results[compared], others[compared], strict=True)
-    return all(nearly_equal(one, other, max(coarsest, torch.finfo(torch.float32).eps)) for one, other in pairs)
+    return all(nearly_equal(result, other, max(coarsest, torch.finfo(torch.float32).eps)) for result, other in pairs)
 
 
-def nearly_equal(one: Tensor, other: Tensor, epsilon: float) -> bool:
+def nearly_equal(tensor: Tensor, other: Tensor, epsilon: float) -> bool:
     """True if two tensors differ by no more than the rounding of a type with this epsilon may bring about."""
-    if one.shape != other.shape:
+    if tensor.shape != other.shape:
         return False
-    if not one.dtype.is_floating_point:  # near-ties of a topk may fall either way
-        return bool((one == other).float().mean() > 0.9) if one.numel() else True
+    if not tensor.dtype.is_floating_point:  # near-ties of a topk may fall either way
+        return bool((tensor == other).float().mean() > 0.9) if tensor.numel() else True
     scale = other.nan_to_num(0, 0, 0).abs().max().clamp(min=1e-6) if other.numel() else 1.0
-    return bool(((one - other).nan_to_num(0).abs() <= epsilon**0.5 * scale).all())  # equal infinities differ by nan
+    return bool(((tensor - other).nan_to_num(0).abs() <= epsilon**0.5 * scale).all())  # equal infinities differ by nan

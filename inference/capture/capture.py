@@ -109,12 +109,12 @@ class Capturer:
             return
         logger.warning("forward passes are no longer captured, which is slower: %s", reason)
         self.backend, self.reason = None, reason
-        for one in self.functions:
-            one.drop()
+        for function in self.functions:
+            function.drop()
 
     @property
     def _compiled(self) -> list[Compiled]:
-        return [one.compiled for one in self.functions if one.compiled is not None]
+        return [function.compiled for function in self.functions if function.compiled is not None]
 
     @property
     def fixed(self) -> bool:
@@ -124,17 +124,17 @@ class Capturer:
     @property
     def spot_checks(self) -> bool:
         """True if some texts are to be read again without captures (`Backend.spot_checks`)."""
-        return any(one.active for one in self._compiled) or (self.backend is not None and self.backend.spot_checks)
+        return any(code.active for code in self._compiled) or (self.backend is not None and self.backend.spot_checks)
 
     def report(self) -> CaptureReport:
         """The backends that capture the functions called so far, and the reasons for those not captured."""
-        called = [one for one in self.functions if one.calls]
-        backends = dict.fromkeys(one.backend.name for one in called if one.backend is not None)
+        called = [function for function in self.functions if function.calls]
+        backends = dict.fromkeys(function.backend.name for function in called if function.backend is not None)
         reasons = [self.reason] if self.reason else []
-        if any(one.active for one in self._compiled):
+        if any(code.active for code in self._compiled):
             backends = dict.fromkeys(["compile", *backends])
-        reasons += [f"compiled code: {one.reason}" for one in self._compiled if one.reason]
-        reasons += [f"{one.name}: {one.fallback}" for one in called if one.fallback]
+        reasons += [f"compiled code: {code.reason}" for code in self._compiled if code.reason]
+        reasons += [f"{function.name}: {function.fallback}" for function in called if function.fallback]
         return CaptureReport("+".join(backends) or "off", "; ".join(dict.fromkeys(reasons)) or None)
 
 

@@ -101,7 +101,7 @@ class Captured:
     @property
     def any_captured(self) -> bool:
         """True once a function of the capturer has been captured."""
-        return any(one.captures_made for one in self.functions)
+        return any(function.captures_made for function in self.functions)
 
     @property
     def patience(self) -> int:

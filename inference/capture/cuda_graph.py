@@ -156,7 +156,7 @@ class Replay(Capture):
     @staticmethod
     def _place_of(result: Tensor, held: list[Tensor]) -> int | None:
         """The number of the held tensor that a result is; None: it is a tensor of its own."""
-        return next((i for i, one in enumerate(held) if is_same_memory(result, one) and result.dtype == one.dtype), None)
+        return next((i for i, tensor in enumerate(held) if is_same_memory(result, tensor) and result.dtype == tensor.dtype), None)
 
     def follows(self, call: Call) -> bool:
         return self.backend.layout(call) == self.layout
@@ -190,7 +190,7 @@ class Writes(TorchDispatchMode):
         """Copies of the tensors of each storage that was written into."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **(kwargs or {})}
         for argument in func._schema.arguments:
             value = given.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):

@@ -40,7 +40,7 @@ def available(dtype: torch.dtype) -> bool:
         products = [product(x_RK, weight) for weight in (weight_NK, pack(weight_NK, 2))]
     except (RuntimeError, AttributeError):  # the operator is not in this build of torch, or not for this processor
         return False
-    return dtype in DTYPES and all(torch.equal(one, F.linear(x_RK, weight_NK)) for one in products)
+    return dtype in DTYPES and all(torch.equal(product, F.linear(x_RK, weight_NK)) for product in products)
 
 
 class OneDNNProducts(TorchFunctionMode):

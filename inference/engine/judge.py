@@ -97,7 +97,7 @@ class Rounding:
             ways = (self._by_model, self._by_trees)
             by_model, by_trees = (difference(read(ids_T, start, width, images), expected_RV) for read in ways)
             both = (min(by_model, nudging) if self.beside else by_model, min(by_trees, nudging))
-            self.measured = max(self.measured, *(one for one in both if math.isfinite(one)))
+            self.measured = max(self.measured, *(difference for difference in both if math.isfinite(difference)))
         self.see(expected_RV)
         self.texts += 1
 

@@ -133,10 +133,10 @@ def _joined(prompt_T: Tensor, written: list[int]) -> Tensor:
     return torch.cat([prompt_T, prompt_T.new_tensor(written)])[None]
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
+def common_prefix(tokens: list[int], other: list[int]) -> int:
     """The number of tokens with which both begin."""
-    count = min(len(one), len(other))
-    return count if one[:count] == other[:count] else next(i for i in range(count) if one[i] != other[i])
+    count = min(len(tokens), len(other))
+    return count if tokens[:count] == other[:count] else next(i for i in range(count) if tokens[i] != other[i])
 
 
 @dataclass(frozen=True)
@@ -173,14 +173,14 @@ class Processing:
             places = [place for place, processor in enumerate(processors) if not is_stateless(processor)]
             self.forked = [{place: Forked(processors[place], row, rows) for place in places} for row in range(rows)]
         self._by_row = [[of_row(processor, row, beams) for processor in processors] for row in range(rows)]
-        self._alike = all(one is other for of in self._by_row for one, other in zip(of, processors, strict=True))
+        self._alike = all(processor is other for of in self._by_row for processor, other in zip(of, processors, strict=True))
         """True if no processor goes by row numbers."""
         self.blind = not stateful and all(is_blind(processor) for processor in processors)
 
     @property
     def repeatable(self) -> bool:
         """True if nothing but transformers' own processors is applied, and these give the same when called again."""
-        own = all(type(one).__module__.startswith("transformers.") for one in self.processors)
+        own = all(type(processor).__module__.startswith("transformers.") for processor in self.processors)
         return own and not self.unknown
 
     @property
@@ -208,7 +208,7 @@ class Processing:
         if not self.processors:
             return scores_BNV
         if self.forked:
-            return torch.stack([self._fork(*one, tree, b) for b, one in enumerate(zip(scores_BNV, histories, strict=True))])
+            return torch.stack([self._fork(*row, tree, b) for b, row in enumerate(zip(scores_BNV, histories, strict=True))])
         B, N, V = scores_BNV.shape
         if self.blind:
             return self.processors(histories[0].ids_T[None], scores_BNV.reshape(B * N, V)).reshape(B, N, V)
@@ -247,13 +247,13 @@ class Processing:
     @property
     def forces(self) -> bool:
         """True if a processor names tokens that must follow."""
-        return any(one.forced is not None for forked in self.forked for one in forked.values())
+        return any(state.forced is not None for forked in self.forked for state in forked.values())
 
     def settle(self, histories: list[History]) -> None:
         """Leave states as calls for these texts, each without its last token, leave them, as after transformers' loop."""
         for history, forked in zip(histories, self.forked, strict=True):
-            for one in forked.values():
-                one.settle(history.prompt_T, history.written[:-1])
+            for state in forked.values():
+                state.settle(history.prompt_T, history.written[:-1])
 
 
 def _applied(processors: Iterable[LogitsProcessor], ids_RT: Tensor, scores_RV: Tensor) -> Tensor:

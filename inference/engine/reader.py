@@ -188,7 +188,7 @@ class Reader:
             self.view.over(stores, slots_BN.expand(rows), slot_S.shape[0])
             found = self._pass(taps, branch, tokens_BN.expand(rows), positions_BN.expand(rows), masks)
         features, logits_BNV, added = found
-        return map_tensors(lambda one: one[:, :1], features), logits_BNV[:, :1], added
+        return map_tensors(lambda states: states[:, :1], features), logits_BNV[:, :1], added
 
     def _pass(
         self, taps: tuple[int, ...], branch: Branch, tokens_BN: Tensor, positions_BN: Tensor, masks: dict[str, Tensor]

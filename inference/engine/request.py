@@ -265,7 +265,7 @@ def require_all_rows(request: Request, batch_size: int) -> None:
     """Raise UserError if rows are to be decoded one after another, and something of the user's own is asked about all of them together."""
     rows = len(request.ids_BT)
     if request.in_steps and rows > batch_size:
-        given = [*request.processing.unknown, *(one for one in request.criteria if not is_by_row(one) or not request.padded)]
+        given = [*request.processing.unknown, *(rule for rule in request.criteria if not is_by_row(rule) or not request.padded)]
         names = ", ".join(dict.fromkeys(map(name_of, given))) or type(request.streamer).__name__
         raise UserError(
             f"{names} is asked about all {rows} rows together, and batch_size={batch_size} decodes them one after another; leave one out"

@@ -235,8 +235,8 @@ class Texts:
     def _scores_of_step(self, rows: list[Text]) -> Tensor:
         """The scores ``[B, V]`` of the last step; zeros for rows that had ended."""
         own = [text.scores[self._steps - 1] if len(text.scores) >= self._steps else None for text in rows]
-        like = next(one for one in own if one is not None)
-        return torch.stack([torch.zeros_like(like) if one is None else one for one in own])
+        like = next(scores for scores in own if scores is not None)
+        return torch.stack([torch.zeros_like(like) if scores is None else scores for scores in own])
 
     def sequences(self) -> Tensor:
         """All rows as ``generate`` returns them: the input ids, the tokens written, and padding on the right."""

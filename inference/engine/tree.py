@@ -122,7 +122,7 @@ class Pool:
     def ranked(self) -> list[tuple[float, int]]:
         """Path probability and number of each node but the root, most likely first; every prefix of the list forms a tree."""
         probs = self.path_probs()
-        return sorted(((probs[node], node) for node in range(1, len(probs))), key=lambda one: (-one[0], one[1]))
+        return sorted(((probs[node], node) for node in range(1, len(probs))), key=lambda node: (-node[0], node[1]))
 
     def best_path(self) -> list[tuple[float, int]]:
         """The same of the one path from the root on which most tokens are expected to be accepted."""

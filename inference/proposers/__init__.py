@@ -18,15 +18,15 @@ Other = TypeVar("Other")
 def made(proposers: str | Sequence[str | Proposer | Other]) -> list[Proposer | Other]:
     """Make new proposers of the names among these, and keep the others; each name once. Raises UserError for a name that there is not."""
     listed = [proposers] if isinstance(proposers, str) else list(dict.fromkeys(proposers))
-    unknown = [one for one in listed if isinstance(one, str) and one not in NAMES]
+    unknown = [proposer for proposer in listed if isinstance(proposer, str) and proposer not in NAMES]
     if unknown:
         raise UserError(f"no proposer {unknown[0]!r}; choose any of {', '.join(NAMES)}, or give draft_model or early_exit")
-    return [_of(one)() if isinstance(one, str) else one for one in listed]
+    return [_of(proposer)() if isinstance(proposer, str) else proposer for proposer in listed]
 
 
 def _of(name: str) -> type[Proposer]:
     """The one proposer that a file defines."""
     module = f"{__name__}.{name}"
     classes = [value for value in vars(import_module(module)).values() if inspect.isclass(value)]
-    (found,) = (one for one in classes if issubclass(one, Proposer) and one.__module__ == module)
+    (found,) = (kind for kind in classes if issubclass(kind, Proposer) and kind.__module__ == module)
     return found

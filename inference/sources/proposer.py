@@ -158,6 +158,6 @@ class ForcedProposer(Proposer):
 
     def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
         forked = self.texts.request.processing.forked[sequence].values()
-        asked, ids_1T = [one.forced for one in forked if one.forced is not None], self.texts.of[sequence].ids_T[None]
+        asked, ids_1T = [state.forced for state in forked if state.forced is not None], self.texts.of[sequence].ids_T[None]
         tokens = min((forced(ids_1T) for forced in asked), key=len, default=[])[: min(depths, nodes)]
         return Candidates(tokens, list(range(-1, len(tokens) - 1)), [SCORE] * len(tokens))

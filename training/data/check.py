@@ -92,7 +92,7 @@ def _compare(row: Row, where: str, column: Column, chat: Chat, exact: bool) -> C
             differences.append(_said(f"{where}, turn {i}", asked, answer or [], messages[i], chat))
         else:
             differences.append(_turn(f"{where}, turn {i}", samples, messages[: i + 1], tools, chat, answer))
-    return Check(len(turns), differences.count(None), bool(stored), next((one for one in differences if one is not None), None))
+    return Check(len(turns), differences.count(None), bool(stored), next((fault for fault in differences if fault is not None), None))
 
 
 def _turn(where: str, samples: Samples, messages: list[Message], tools: Any, chat: Chat, written: list[int] | None) -> str | None:

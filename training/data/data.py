@@ -50,8 +50,8 @@ def read_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageRead
 
 def check_data(data: Data) -> list[Column]:
     """Return the columns of the data's files. Raises UserError for a file that is missing, empty, or cannot be read, or without one."""
-    named = [one for one in (*data.per_dataset(), *data.held_out()) if names_file(one.name)]
-    return [find_column(read_rows(one.name, limit=FIRST), one, one.name) for one in named]
+    named = [dataset for dataset in (*data.per_dataset(), *data.held_out()) if names_file(dataset.name)]
+    return [find_column(read_rows(dataset.name, limit=FIRST), dataset, dataset.name) for dataset in named]
 
 
 def load_for(
@@ -109,8 +109,8 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
     whole = [sample for samples in train for sample in samples]
     if images is not None and not any(sample.images for sample in whole):
         raise UserError(f"no row of {data.name} has an image; set data.images=false")
-    weights = tuple(one.weight for one in data.train if one.weight is not None)
-    mix = Mix(tuple(one.path for one in data.train), tuple(map(len, train)), weights) if len(weights) > 1 else None
+    weights = tuple(dataset.weight for dataset in data.train if dataset.weight is not None)
+    mix = Mix(tuple(dataset.path for dataset in data.train), tuple(map(len, train)), weights) if len(weights) > 1 else None
     return Splits(whole, held_out, sum(counts, Stats()), mix, check if check.answers else None)
 
 

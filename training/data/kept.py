@@ -78,7 +78,7 @@ def tokens_file(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[i
     settings = chat_settings(data, ends)
     if data.images or (settings.time is None and settings.template_of(tokenizer) and Template(tokenizer, settings).prints_date):
         return None
-    sources = [fingerprint(one.name, split=one.split, subset=one.subset) for one in (*data.per_dataset(), *data.held_out())]
+    sources = [fingerprint(dataset.name, split=dataset.split, subset=dataset.subset) for dataset in (*data.per_dataset(), *data.held_out())]
     described = _described(tokenizer)
     if described is None or None in sources:
         return None
@@ -105,7 +105,7 @@ def read_splits(file: Path) -> Splits | None:
 
 def keep_splits(file: Path, splits: Splits) -> None:
     """Write the samples to a file, in one step. Where that is not possible they are made again at the next start."""
-    tensors = {f"{name}.{key}": one for name in ("train", "eval") for key, one in _joined(getattr(splits, name)).items()}
+    tensors = {f"{name}.{key}": tensor for name in ("train", "eval") for key, tensor in _joined(getattr(splits, name)).items()}
     about = ABOUT.dump_json((splits.stats, splits.mix, splits.check)).decode()
     try:
         file.parent.mkdir(0o700, parents=True, exist_ok=True)  # the rows may be nobody else's business
@@ -126,12 +126,12 @@ def _joined(samples: Sequence[Sample]) -> dict[str, Tensor]:
 def _samples(tensors: dict[str, Tensor], name: str) -> list[Sample]:
     """The samples again, which share their memory. Raises RuntimeError if the lengths are not those of the tokens and the mask."""
     tokens, loss_mask, lengths = (tensors[f"{name}.{key}"] for key in ("tokens", "loss_mask", "lengths"))
-    parts = [one.split(lengths.tolist()) if len(lengths) else () for one in (tokens.long(), loss_mask)]
+    parts = [joined.split(lengths.tolist()) if len(lengths) else () for joined in (tokens.long(), loss_mask)]
     return list(map(Sample, *parts))
 
 
 def _sum(file: Path, about: str, tensors: dict[str, Tensor]) -> str:
-    return value_hash([file.name, about, {name: [str(one.dtype), zlib.crc32(one.numpy().data)] for name, one in tensors.items()}])
+    return value_hash([file.name, about, {name: [str(tensor.dtype), zlib.crc32(tensor.numpy().data)] for name, tensor in tensors.items()}])
 
 
 def _remove_old(newest: Path) -> None:

@@ -108,7 +108,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     """Yield the rows of one list or, where the file does not begin with one, of lines."""
     wanted = f"{path}: a .json file of data is one list of rows, each a mapping from column to value, or one such row a line"
     with open_file(path) as file:
-        first = next((line for one in file if (line := one.removeprefix(b"\xef\xbb\xbf").lstrip())), b"")
+        first = next((line for raw in file if (line := raw.removeprefix(b"\xef\xbb\xbf").lstrip())), b"")
     if first.startswith(b"{"):
         try:
             parse_json(decode(first, str(path)), str(path))
@@ -137,7 +137,7 @@ def _read_saved(path: Path, split: str, limit: int | None) -> list[Row]:
     import datasets  # here, since it takes seconds to import
 
     if (path / SPLITS).is_file():
-        splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+        splits = sorted(state.parent.name for state in path.glob("*/state.json"))
         if split not in splits:
             first = splits[0] if splits else "SPLIT"
             raise UserError(f"{path} holds the splits {', '.join(splits) or '(none)'}, not {split}; name the folder of one, {path / first}")

@@ -137,7 +137,7 @@ def read_tokens(row: Row, column: str, where: str, everything: bool) -> list[Sam
         if not isinstance(values, list) or len(values) != len(ids):
             found = len(values) if isinstance(values, list) else type(values).__name__
             raise UserError(f"{where}: {column} has {len(ids)} samples and {name} {found}; give as many")
-    return [_sample(one, {name: values[i] for name, values in masks.items()}, column, where) for i, one in enumerate(ids)]
+    return [_sample(tokens, {name: values[i] for name, values in masks.items()}, column, where) for i, tokens in enumerate(ids)]
 
 
 def _sample(ids: Any, masks: dict[str, Any], column: str, where: str) -> Sample:
@@ -153,7 +153,7 @@ def _sample(ids: Any, masks: dict[str, Any], column: str, where: str) -> Sample:
             values = f"the tokens of {column}, or {IGNORED} for those not to learn" if name == LABELS else "zeros and ones"
             raise UserError(f"{where}: {name} is a list of {values}, one for each of the {len(ids)} tokens of {column}; got {found}")
         counted = real if name == PADDING else labels
-        counted[:] = [one and value != left_out for one, value in zip(counted, mask, strict=True)]
+        counted[:] = [counts and value != left_out for counts, value in zip(counted, mask, strict=True)]
     return Sample.of(list(compress(ids, real)), list(compress(labels, real)))
 
 

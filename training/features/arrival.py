@@ -80,9 +80,9 @@ def check(answer: Answer, hidden_TD: Tensor, norm: Readout, readout: Readout) ->
     stated = _stated(answer, hidden_TD.device)
     if stated is None:
         _wrong(answer, "the answer states no log-probabilities to check hidden states by: give vLLM 0.32 or newer")
-    rows_ND, precision = hidden_TD[stated.at_N], max(torch.finfo(one.dtype).eps for one in (hidden_TD, answer.hidden_TLD))
+    rows_ND, precision = hidden_TD[stated.at_N], max(torch.finfo(tensor.dtype).eps for tensor in (hidden_TD, answer.hidden_TLD))
     parts = [slice(start, start + CHUNK) for start in range(0, len(rows_ND), CHUNK)]
-    compared = [_compare(readout(norm(rows_ND[part])), Stated(*(one[part] for one in stated)), precision) for part in parts]
+    compared = [_compare(readout(norm(rows_ND[part])), Stated(*(tensor[part] for tensor in stated)), precision) for part in parts]
     wrong_N, rare_N = (torch.cat(values) for values in zip(*compared, strict=True))
     if wrong_N.float().mean() > WRONG:
         _explain(answer, stated, wrong_N, (rows_ND[:CHUNK], norm, readout), precision)
@@ -103,7 +103,7 @@ def _explain(answer: Answer, stated: Stated, wrong_N: Tensor, read: tuple[Tensor
         first, last = (int(stated.at_N[i]) for i in block)
         cut = "prefill in chunks, or a cached prefix, has cut them"
         _wrong(answer, f"rows {first} to {last} are wrong and the others right: {cut}; {START}")
-    (rows_ND, norm, readout), stated = read, Stated(*(one[:CHUNK] for one in stated))
+    (rows_ND, norm, readout), stated = read, Stated(*(tensor[:CHUNK] for tensor in stated))
     if _compare(readout(rows_ND), stated, precision)[0].float().mean() <= WRONG:
         twice = "the last layer's rows are normed already, and would be twice: a wrong final norm"
         _wrong(answer, f"{twice}; {START}, whose last layer comes before it")
@@ -123,12 +123,12 @@ def _stated(answer: Answer, device: torch.device) -> Stated | None:
             token, entry = max(one.items(), key=lambda item: item[1]["logprob"])
             found.append((i - 1, int(token), float(entry["logprob"])))
     stated = answer.choice.get("logprobs") or {}
-    log_probs = stated.get("token_logprobs") or [one["logprob"] for one in stated.get("content") or []]  # completions, chat completions
+    log_probs = stated.get("token_logprobs") or [entry["logprob"] for entry in stated.get("content") or []]  # completions, chat completions
     if answer.generated and log_probs:
         first = len(answer.tokens) - len(answer.generated)  # all but the last token generated have rows
         pairs = zip(answer.generated, log_probs, strict=False)
         found += [(first + i, token, float(log_prob)) for i, (token, log_prob) in enumerate(pairs)]
-    found = [one for one in found if one[0] < len(answer.hidden_TLD)]
+    found = [entry for entry in found if entry[0] < len(answer.hidden_TLD)]
     if not found:
         return None
     at, tokens, values = zip(*found, strict=True)

@@ -130,7 +130,7 @@ def open_source(
 def computed(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...]) -> FeatureSource:
     """Return the source that computes features, here or on servers. Raises UserError."""
     if recipe.features.endpoint is None:
-        on_policy = any(one.objective.on_policy for one in recipe.per_drafter().values())
+        on_policy = any(single.objective.on_policy for single in recipe.per_drafter().values())
         return LiveWithCache(backbone, taps) if on_policy else LiveFeatures(backbone, taps)
     if not isinstance(backbone, HeadOnlyBackbone):
         raise UserError("drafter.layers prunes the backbone, whose layers are not here with features.endpoint; give drafter.path instead")
@@ -140,7 +140,7 @@ def computed(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...]) -> Featu
 def nearest_taps(features: Features, taps: tuple[int, ...]) -> Features:
     """Return the features with these taps alone; one that is not there has the values of the nearest that is."""
     held = features.taps or {}
-    return replace(features, taps={tap: held[min(held, key=lambda one: abs(one - tap))] for tap in taps} or None)
+    return replace(features, taps={tap: held[min(held, key=lambda kept: abs(kept - tap))] for tap in taps} or None)
 
 
 class FeaturesBetweenEpochs(LiveFeatures):
@@ -201,7 +201,7 @@ def discard_kept(recipe: Recipe) -> None:
 
 def may_keep(recipe: Recipe) -> bool:
     """Whether a run on a CPU whose backbone is frozen reads single samples, whose features may be kept."""
-    on_policy = any(one.objective.on_policy for one in recipe.per_drafter().values())
+    on_policy = any(single.objective.on_policy for single in recipe.per_drafter().values())
     live = recipe.cache.dir is None and recipe.features.endpoint is None
     return recipe.cache.between_epochs and live and recipe.backbone.lora is None and not (on_policy or recipe.data.packing)
 

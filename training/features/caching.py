@@ -132,7 +132,7 @@ def _open(recipe: Recipe) -> tuple[Backbone, tuple[int, ...]]:
     rank = os.environ.get("LOCAL_RANK")
     device = torch.device("cuda", int(rank)) if rank is not None and torch.cuda.is_available() else None
     backbone = open_for_training(recipe.but({"cache": {"dir": None}}), device)
-    drafters = [split_drafter(one.drafter) for one in recipe.per_drafter().values()]
+    drafters = [split_drafter(single.drafter) for single in recipe.per_drafter().values()]
     return backbone, taps_of([construct_drafter(options.kind, backbone, arguments) for options, arguments in drafters])
 
 

@@ -180,9 +180,9 @@ class ShardReader:
         number = bisect.bisect_right(self.ends, index)
         file, starts = self._open(number)
         i = index - self.manifest.shards[number][0]
-        one, positions = slice(i, i + 1), slice(starts[i], starts[i + 1])
+        row, positions = slice(i, i + 1), slice(starts[i], starts[i + 1])
         per_sample = [name for name in file.keys() if name == "tokens" or name.endswith(".channel")]  # noqa: SIM118  (not a mapping)
-        return {name: file.get_slice(name)[one if name in per_sample else positions] for name in file.keys()}  # noqa: SIM118
+        return {name: file.get_slice(name)[row if name in per_sample else positions] for name in file.keys()}  # noqa: SIM118
 
     def _opened(self, number: int) -> tuple[Any, list[int]]:
         """Return an open file, and the start of each sample's positions."""

@@ -116,7 +116,7 @@ class Servers:
             self.turn += 1
             order = [self.urls[(self.turn + i) % len(self.urls)] for i in range(len(self.urls))]
             waits = {url: max(0.0, self.resting.get(url, (0.0, 0))[0] - time.monotonic()) for url in order}
-            url = min(order, key=lambda one: waits[one])
+            url = min(order, key=lambda endpoint: waits[endpoint])
             return url, waits[url]
 
     def _ask(self, url: str, body: dict[str, Any]) -> Answer:

@@ -58,8 +58,8 @@ def opens_head_only(recipe: Recipe) -> bool:
 
     An adapter lies on the layers, and a GGUF file is read whole.
     """
-    section, drafters = recipe.backbone, [one.drafter for one in recipe.per_drafter().values()]
-    pruned = any(one.get("kind") == "draft_model" and not (one.get("path") or one.get("architecture")) for one in drafters)
+    section, drafters = recipe.backbone, [single.drafter for single in recipe.per_drafter().values()]
+    pruned = any(drafter.get("kind") == "draft_model" and not (drafter.get("path") or drafter.get("architecture")) for drafter in drafters)
     cached = recipe.cache.dir is not None and section.adapter is None and find_gguf(section.path) is None
     return not pruned and (cached or recipe.features.endpoint is not None)
 
@@ -195,10 +195,10 @@ def require_packable(recipe: Recipe, backbone: Backbone) -> None:
 
 def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str, Drafter]) -> None:
     """Raise UserError if on-policy training is requested for a drafter or backbone that does not support it."""
-    for name, one in recipe.per_drafter().items():
-        if not one.objective.on_policy:
+    for name, single in recipe.per_drafter().items():
+        if not single.objective.on_policy:
             continue
-        what = f"objective.on_policy={one.objective.on_policy:g}"
+        what = f"objective.on_policy={single.objective.on_policy:g}"
         if backbone.no_trees is not None:
             raise UserError(f"{what} scores trees of drafts with the backbone; {backbone.no_trees}: set it to 0")
         if backbone.recurrent is not None:
@@ -210,7 +210,7 @@ def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str,
             fault = f"the rotary frequencies of {type(backbone.model).__name__} change after {limit} positions"
             remedy = f"set it to 0, or data.max_length={recipe.data.max_length} to at most {limit}"
             raise UserError(f"{what}: {fault}, so proposals cannot be read behind longer texts; {remedy}")
-        kind, drafter = one.drafter["kind"], drafters[name]
+        kind, drafter = single.drafter["kind"], drafters[name]
         if drafter.trained_depth < 2:
             raise UserError(f"{what} needs a drafter that goes on from its proposals; {kind} has drafter.depth=1: raise it, or set it to 0")
         if not drafter.sequential:

@@ -183,10 +183,10 @@ def leaves(output: Tensor) -> list[Tensor]:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        following = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        following = [function for function, _ in node.next_functions if function is not None and function not in seen]
         seen.update(following)
         nodes += following
-        found += [one.variable for one in following if one.name().endswith("AccumulateGrad")]
+        found += [function.variable for function in following if function.name().endswith("AccumulateGrad")]
     return found
 
 

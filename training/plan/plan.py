@@ -232,7 +232,7 @@ def _chosen(recipe: Recipe, models: FakeModels, tokens: dict[str, Any]) -> dict[
     if tokens["training_tokens"] is None:
         return {name: {"values": {}, "reason": None} for name in models.drafters}
     size = (tokens["training_tokens"] / tokens["steps"], tokens["steps"])
-    return {name: asdict(choose(one, models.drafters[name], *size)) for name, one in recipe.per_drafter().items()}
+    return {name: asdict(choose(single, models.drafters[name], *size)) for name, single in recipe.per_drafter().items()}
 
 
 def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: bool) -> dict[str, Any]:

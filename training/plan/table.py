@@ -65,7 +65,7 @@ def _data(report: dict[str, Any]) -> list[str]:
     return [
         f"data      {tokens['summary']} ({share:.0%})",
         f"training  {tokens['steps']:,} steps over {tokens['rows']:,} rows an epoch, about {tokens['training_tokens']:,} tokens",
-        *(f"chosen    {f'{name}: ' if name else ''}{Chosen(**one)}" for name, one in report["chosen"].items() if one["values"]),
+        *(f"chosen    {f'{name}: ' if name else ''}{Chosen(**chosen)}" for name, chosen in report["chosen"].items() if chosen["values"]),
         *([] if report["advice"] is None else [f"advice    {report['advice']}"]),
     ]
 
@@ -99,7 +99,7 @@ def _gain(gain: dict[str, Any] | str) -> str:
         return f"not known here: {gain}"
     if gain["break_even"] is None:
         return "never on this machine, with drafts one by one: drafting and verifying takes longer than the steps it saves"
-    gains = [f"{one['speedup']:.2f} x with {p:.0%} ({one['depth']} drafted, tau {one['tau']:.2f})" for p, one in gain["expected"].items()]
+    gains = [f"{at['speedup']:.2f} x with {p:.0%} ({at['depth']} drafted, tau {at['tau']:.2f})" for p, at in gain["expected"].items()]
     return f"from {gain['break_even']:.0%} of drafts accepted at each depth; {', '.join(gains)}; a step takes {gain['step_ms']:.1f} ms"
 
 

@@ -130,7 +130,7 @@ def _datasets(value: Any) -> Any:
     """One name as a list of one entry, and names in a list as entries."""
     if not isinstance(value, str | list) or not value:
         raise ValueError("is a file or the name of a dataset, or a list of such names or of {path: NAME, weight: NUMBER, ...}")
-    return [{"path": one} if isinstance(one, str) else one for one in ([value] if isinstance(value, str) else value)]
+    return [{"path": dataset} if isinstance(dataset, str) else dataset for dataset in ([value] if isinstance(value, str) else value)]
 
 
 def _or_name(schema: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class Data(StrictModel):
 
     @field_serializer("train")
     def _as_written(self, train: list[Dataset]) -> Any:
-        entries = [one.path if (given := one.model_dump(exclude_none=True)).keys() == {"path"} else given for one in train]
+        entries = [dataset.path if (given := dataset.model_dump(exclude_none=True)).keys() == {"path"} else given for dataset in train]
         return entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries
 
     @property
@@ -228,7 +228,7 @@ class Data(StrictModel):
         own = ("path", "weight")
         given = [{key: value for key, value in dataset if value is not None and key not in own} for dataset in self.train]
         alone = [Dataset(path=dataset.path) for dataset in self.train]
-        return [self.model_copy(update={"train": [one], **keys}) for one, keys in zip(alone, given, strict=True)]
+        return [self.model_copy(update={"train": [dataset], **keys}) for dataset, keys in zip(alone, given, strict=True)]
 
     @property
     def splits_long(self) -> bool:

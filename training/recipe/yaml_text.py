@@ -97,9 +97,9 @@ def _plain(value: Any) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise UserError(f"a key is text; got {key!r}")
-        return {_plain(key): _plain(one) for key, one in value.items()}
+        return {_plain(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(part) for part in value]
     if isinstance(value, str):
         if "\0" in value:
             raise UserError(f"{value[:60]!r} holds a null character; remove it")
@@ -173,8 +173,8 @@ def _read(path: Path, above: Sequence[Path], extended: list[Path]) -> dict[str, 
             raise UserError(f"extends: no file {name!r}; its path is relative to {path.parent}, where {path.name} is")
         if len(extended) > MAX_FILES:
             raise UserError(f"extends: more than {MAX_FILES} files are read for one recipe; let it extend fewer")
-        if file.resolve() in {one.resolve() for one in (*above, path)}:
-            chain = " -> ".join(str(one) for one in (*above, path, file))
+        if file.resolve() in {file_of.resolve() for file_of in (*above, path)}:
+            chain = " -> ".join(str(file_of) for file_of in (*above, path, file))
             raise UserError(f"extends: {name!r} leads back to a file that extends it ({chain}); take one of these lines out")
         result = merged(result, _read(file, (*above, path), extended))
         extended.append(file)

@@ -88,7 +88,7 @@ class Endpoint:
                 if not under_way:
                     return
                 done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                for future in sorted(done, key=lambda one: one.exception() is not None):  # what was answered is kept
+                for future in sorted(done, key=lambda future: future.exception() is not None):  # what was answered is kept
                     item = future.result()
                     wrote(item.tokens)
                     answered, refused = answered + item.turns, refused + (item.error == "refused")
@@ -119,7 +119,7 @@ class Endpoint:
         variables = {key: value for key, value in self.recipe.data.template_kwargs.items() if key != "tools"}
         given = {"chat_template": self.recipe.data.chat_template, "chat_template_kwargs": variables}  # as vLLM takes them
         prompt = {"messages": for_server(item.messages, f"row {item.row + 1}")} | ({} if tools is None else {"tools": tools})
-        prompt |= {key: one for key, one in given.items() if one}
+        prompt |= {key: value for key, value in given.items() if value}
         raw = self._ask("/chat/completions", item, prompt, "message")
         if pictured := bool(image_parts(item.messages)):  # servers may give an image other numbers of tokens than the processor here
             raw = replace(raw, prompt=(), answer=())

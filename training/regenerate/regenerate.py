@@ -145,7 +145,7 @@ def _said_of_tokens(report: dict[str, Any]) -> list[str]:
 
 def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
     usual = {"format": "auto", "column": None, "columns": None}
-    reset = "".join(f" data.{key}={one or 'null'}" for key, one in usual.items() if getattr(recipe.data, key) != one)
+    reset = "".join(f" data.{key}={default or 'null'}" for key, default in usual.items() if getattr(recipe.data, key) != default)
     tau = f", mean acceptance length (tau) {report['tau']:.2f}" if "tau" in report else ""
     rows = {error: f": rows {shortened(sorted(numbers))}" for error, numbers in report["set_aside"].items() if numbers}
     details = {"refused": f" ({detail})", "truncated": ", which is kept cut off" if recipe.regenerate.unfinished == "keep" else ""}

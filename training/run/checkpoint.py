@@ -162,7 +162,7 @@ def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
 
 def unpack_optimizer(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Load the moments of all parameters; parameter groups and learning rates are those of the recipe."""
-    places = {parameter: i for i, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"])}
+    places = {parameter: i for i, parameter in enumerate(weight for group in optimizer.param_groups for weight in group["params"])}
     state: dict[int, dict[str, Tensor]] = {}
     for flat, tensor in without_prefix(tensors, "optimizer/").items():
         key, name = flat.split("/", 1)

@@ -45,10 +45,10 @@ def start_trackers(recipe: Recipe, done: int, wandb_id: str | None = None) -> li
 def log_examples(tracker: GeneralTracker, step: int, name: str, examples: list[dict[str, Any]]) -> None:
     """Log an evaluation's decoded examples: as a table in Weights & Biases, as text in others."""
     if isinstance(tracker, WandBTracker):
-        rows = [[one["prompt"], marked(one)] for one in examples]
+        rows = [[example["prompt"], marked(example)] for example in examples]
         tracker.log_table(name, columns=["prompt", "continuation, [tokens of one step]"], data=rows, step=step)
     else:
-        text = "\n".join(f"{json.dumps(one['prompt'], ensure_ascii=False)}\n{marked(one)}\n" for one in examples)
+        text = "\n".join(f"{json.dumps(example['prompt'], ensure_ascii=False)}\n{marked(example)}\n" for example in examples)
         tracker.log({name: _as_code(text)}, step=step)
 
 

@@ -87,6 +87,6 @@ def _latest(logs: Mapping[str, list[Line]]) -> Table:
 def _differences(logs: Mapping[str, list[Line]]) -> list[Table]:
     """The dotted recipe keys that are not the same in all runs, with a column for each run; nothing if there are none."""
     flat = [flattened(_recipe(log)) for log in logs.values()]
-    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in IGNORED]
-    rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in keys if len({str(one.get(key, "")) for one in flat}) > 1]
+    keys = [key for key in dict.fromkeys(key for values in flat for key in values) if key not in IGNORED]
+    rows = [[key, *(str(values.get(key, "")) for values in flat)] for key in keys if len({str(values.get(key, "")) for values in flat}) > 1]
     return [Table(["key", *logs], [("", row) for row in rows], left=range(1 + len(logs)))] if rows else []

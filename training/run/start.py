@@ -129,8 +129,8 @@ def advice(recipe: Recipe, drafters: Iterable[Drafter], steps: int, rows: int, p
 
 def require_starts(recipe: Recipe) -> Recipe:
     """Return the recipe; raise UserError if a drafter's ``init`` is missing, of another kind, or of a backbone of other sizes."""
-    for one in recipe.per_drafter().values():
-        options = split_drafter(one.drafter)[0]
+    for single in recipe.per_drafter().values():
+        options = split_drafter(single.drafter)[0]
         if options.init is not None:
             with naming("drafter.init"):
                 require_kind(options.init, read_metadata(options.init)[1], options.kind)
@@ -141,8 +141,8 @@ def require_starts(recipe: Recipe) -> Recipe:
 def read_starts(recipe: Recipe, drafters: Mapping[str, Drafter]) -> dict[str, WarmStart]:
     """Read the trained heads of all drafters that have ``init``. Raises UserError if they do not fit."""
     starts: dict[str, WarmStart] = {}
-    for name, one in recipe.per_drafter().items():
-        options = split_drafter(one.drafter)[0]
+    for name, single in recipe.per_drafter().items():
+        options = split_drafter(single.drafter)[0]
         if options.init is not None:
             starts[name] = read_warm_start(options.init, options.kind, drafters[name].backbone)
             starts[name].require_fits(drafters[name])

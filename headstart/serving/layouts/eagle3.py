@@ -203,7 +203,7 @@ def _with_later_norms(heads: Heads) -> Heads:
         return heads
     remark = f"{SECOND_NORM} and {ITS_COPY} differ, but engines read either as the same norm: swapped or damaged norms"
     found = {SECOND_NORM: norm, ITS_COPY: copy}.items()
-    ways = [Choice(f"{name} is the second layer's input norm", {}, {SECOND_NORM: one, ITS_COPY: one}) for name, one in found]
+    ways = [Choice(f"{name} is the second layer's input norm", {}, {SECOND_NORM: source, ITS_COPY: source}) for name, source in found]
     return heads.plus(remarks=[remark], open=[ways])
 
 

@@ -72,7 +72,7 @@ class Files:
 def read_files(path: str | Path) -> Files:
     """Read the configuration and the tensors' names and shapes of a folder or hub id. Raises UserError, for damage DamagedError."""
     folder = find_folder(path, "heads", DOWNLOADED)
-    if left := sorted(one.name for one in folder.iterdir() if one.name.startswith(".") and one.name.endswith(".tmp")):
+    if left := sorted(path.name for path in folder.iterdir() if path.name.startswith(".") and path.name.endswith(".tmp")):
         raise DamagedError(f"{folder} holds the temporary file {left[0]}: writing it was interrupted (half-written); export it again")
     if (ggufs := sorted(folder.glob("*.gguf"))) and not (folder / "config.json").exists():
         return _of_gguf(str(path), ggufs[0])
@@ -108,10 +108,10 @@ def _of_gguf(path: str, file: Path) -> Files:
     import gguf
 
     tensors = {}
-    for one in gguf.GGUFReader(file).tensors:
-        kind = one.tensor_type.name
-        values = one.data if kind in ("I32", "I64") else gguf.quants.dequantize(one.data, one.tensor_type)
-        tensors[one.name] = torch.from_numpy(values.copy()).to({"F16": torch.float16, "BF16": torch.bfloat16}.get(kind))
+    for stored in gguf.GGUFReader(file).tensors:
+        kind = stored.tensor_type.name
+        values = stored.data if kind in ("I32", "I64") else gguf.quants.dequantize(stored.data, stored.tensor_type)
+        tensors[stored.name] = torch.from_numpy(values.copy()).to({"F16": torch.float16, "BF16": torch.bfloat16}.get(kind))
     config = {key.removeprefix(f"{found.architecture}."): value for key, value in found.header.metadata.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Files(path, file.parent, config, shapes, dict.fromkeys(tensors, file), tensors)

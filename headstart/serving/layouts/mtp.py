@@ -136,7 +136,7 @@ def _text(files: Files) -> dict[str, Any]:
 
 
 def _names(files: Files, layers: int) -> Names | None:
-    return next((one for one in LAYOUTS.values() if one.native("mtp.0.eh_proj.weight", layers) in files.shapes), None)
+    return next((layout for layout in LAYOUTS.values() if layout.native("mtp.0.eh_proj.weight", layers) in files.shapes), None)
 
 
 TEXT = {".json", ".txt", ".model", ".jinja"}
@@ -160,7 +160,7 @@ class DraftModel(Layout):
 
     def recognises(self, files: Files) -> bool:
         architectures = files.config.get("architectures") or []
-        named = any(str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in architectures)
+        named = any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
         return named and len(files.shapes) > 0 and "fc.weight" not in files.shapes
 
     def sizes(self, files: Files) -> dict[str, Any]:

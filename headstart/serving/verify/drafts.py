@@ -52,7 +52,7 @@ def acceptance(transcripts: Sequence[Transcript]) -> dict[str, Any]:
     ``tau``: tokens written per round, the backbone's own included, as `headstart bench` reports it. ``mean_acceptance_length``: drafts kept
     per round plus one, and ``acceptance_rate_per_pos``: the share of rounds that kept the draft at each position, as vLLM reports them.
     """
-    rounds = [(at, min(at.kept + 1, len(one.text) - at.position)) for one in transcripts for at in one.rounds]
+    rounds = [(at, min(at.kept + 1, len(transcript.text) - at.position)) for transcript in transcripts for at in transcript.rounds]
     count, longest = max(len(rounds), 1), max((len(at.drafts) for at, _ in rounds), default=0)
     return {
         "tau": sum(written for _, written in rounds) / count if rounds else 1.0,
@@ -129,27 +129,27 @@ def compare(drafter: Drafter, transcripts: Sequence[Transcript]) -> Comparison:
     """Compare what an engine wrote and drafted with the logits of the backbone and of the heads at each place."""
     texts = drafts = 0
     first = None
-    for number, one in enumerate(transcripts, 1):
-        for at, tokens, logits_KV in _held_to(drafter, one):
+    for number, transcript in enumerate(transcripts, 1):
+        for at, tokens, logits_KV in _held_to(drafter, transcript):
             same = are_picks(logits_KV, tokens)
             texts, drafts = (texts + all(same), drafts) if at is None else (texts, drafts + sum(same))
             if first is None and not all(same):
                 k = same.index(False)
-                position = len(one.prompt) + k if at is None else at.position
+                position = len(transcript.prompt) + k if at is None else at.position
                 first = Difference(number, position, None if at is None else k, int(logits_KV[k].argmax()), tokens[k])
-    rounds = [at for one in transcripts for at in one.rounds]
+    rounds = [at for transcript in transcripts for at in transcript.rounds]
     return Comparison(len(transcripts), texts, len(rounds), sum(len(at.drafts) for at in rounds), drafts, first, acceptance(transcripts))
 
 
-def _held_to(drafter: Drafter, one: Transcript) -> Iterator[tuple[Round | None, tuple[int, ...], Tensor]]:
+def _held_to(drafter: Drafter, transcript: Transcript) -> Iterator[tuple[Round | None, tuple[int, ...], Tensor]]:
     """Yield a text, without a round, and the drafts of each round, with the logits ``[K, V]`` from which they should have been picked."""
-    read = drafter.backbone.read(torch.tensor([one.text], device=drafter.backbone.device), taps=drafter.taps)
-    yield None, one.written, drafter.backbone.readout(read.hidden_BTD[0, len(one.prompt) - 1 : -1]).float()
-    for at in one.rounds:
+    read = drafter.backbone.read(torch.tensor([transcript.text], device=drafter.backbone.device), taps=drafter.taps)
+    yield None, transcript.written, drafter.backbone.readout(read.hidden_BTD[0, len(transcript.prompt) - 1 : -1]).float()
+    for at in transcript.rounds:
         if at.drafts:
             T, taps = at.position - 1, read.taps or {}
             before = Features(read.tokens_BT[:, :T], read.hidden_BTD[:, :T], {tap: x_BTD[:, :T] for tap, x_BTD in taps.items()} or None)
-            yield at, at.drafts, draft_logits(drafter, before, one.text[T], len(at.drafts), at.drafts)
+            yield at, at.drafts, draft_logits(drafter, before, transcript.text[T], len(at.drafts), at.drafts)
 
 
 @dataclass
@@ -202,29 +202,29 @@ class Verdict:
             yield f"likely cause: {self.cause}"
         yield from (f"in the files: {fault}" for fault in self.faults if fault != self.cause)
         yield from (f"against the original heads: {change}" for change in self.changes if change != self.cause)
-        if (one := self.reference) is not None:
-            logits = f"their logits differ by at most {one.distance:.1e} of the largest one"
-            yield f"{one.equal} of {one.drafts} drafts are those of the trained heads, {logits}"
+        if (result := self.reference) is not None:
+            logits = f"their logits differ by at most {result.distance:.1e} of the largest one"
+            yield f"{result.equal} of {result.drafts} drafts are those of the trained heads, {logits}"
         elif not self.faults:
             yield "the export stored no drafts to compare with: give the original heads with --heads, or measure it (headstart import)"
         yield from self._figures()
         yield from (f"note: {note}" for note in self.notes)
 
     def _figures(self) -> Iterator[str]:
-        one = self.comparison
-        if one is None:
+        result = self.comparison
+        if result is None:
             return
-        texts = f"{one.equal_texts} of {one.prompts} texts are the backbone's own"
-        yield f"{self.engine}: {texts}; {one.equal_drafts} of {one.drafts} drafts are those of the heads here"
-        if (first := one.first) is not None:
+        texts = f"{result.equal_texts} of {result.prompts} texts are the backbone's own"
+        yield f"{self.engine}: {texts}; {result.equal_drafts} of {result.drafts} drafts are those of the heads here"
+        if (first := result.first) is not None:
             what = "the text" if first.depth is None else f"depth {first.depth}"
             tokens = f"headstart {first.ours} and {self.engine} {first.theirs}"
             yield f"first difference: prompt {first.prompt}, after {first.position} tokens, {what}: tokens {tokens}"
         yield f"measured on {self.prompts}"
-        rates = " ".join(f"{rate:.3f}" for rate in one.figures["acceptance_rate_per_pos"])
+        rates = " ".join(f"{rate:.3f}" for rate in result.figures["acceptance_rate_per_pos"])
         yield (
-            f"{self.engine}: tau {one.figures['tau']:.3f}, mean acceptance length {one.figures['mean_acceptance_length']:.3f}, "
-            f"acceptance rate per position {rates}, {one.figures['rounds']} rounds"
+            f"{self.engine}: tau {result.figures['tau']:.3f}, mean acceptance length {result.figures['mean_acceptance_length']:.3f}, "
+            f"acceptance rate per position {rates}, {result.figures['rounds']} rounds"
         )
 
     def report(self) -> dict[str, Any]:

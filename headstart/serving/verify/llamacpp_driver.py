@@ -63,7 +63,7 @@ def main(job: Path, result: Path) -> None:
     try:
         texts = decode(json.loads(job.read_text()))
         drafts = drafts_of(log.read_text(errors="replace"))
-        found: dict[str, Any] = {"texts": [text | {"drafts": one} for text, one in zip(texts, drafts, strict=True)]}
+        found: dict[str, Any] = {"texts": [text | {"drafts": drafted} for text, drafted in zip(texts, drafts, strict=True)]}
     except Exception as error:  # llama.cpp's own refusals are of many types
         said = [line for line in log.read_text(errors="replace").splitlines() if "error" in line.lower()][-2:]
         found = {"error": f"{type(error).__name__}: {error} {' '.join(said)}"}

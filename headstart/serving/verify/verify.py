@@ -149,7 +149,7 @@ def _rope_faults(files: Files) -> list[str]:
     """Name two rotary bases that a configuration states under the old and the new key."""
     config = files.config.get("transformer_layer_config") or files.config
     stated = config.get("rope_parameters") or {}
-    bases = {float(base) for one in (stated.get("full_attention", stated), config) if (base := one.get("rope_theta")) is not None}
+    bases = {float(base) for section in (stated.get("full_attention", stated), config) if (base := section.get("rope_theta")) is not None}
     named = " and ".join(f"{base:g}" for base in sorted(bases))
     return [f"rope: config.json states two bases, {named}; engines read either"] if len(bases) > 1 else []
 

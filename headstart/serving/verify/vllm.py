@@ -93,7 +93,7 @@ def speculative_config(folder: Path, depth: int) -> dict[str, Any]:
 
 def _transcript(prompt: Sequence[int], text: list[int], passes: list[dict[str, list[int]]]) -> Transcript:
     """Make rounds of passes: the first pass reads the prompt and keeps the root; each later one keeps drafts and a token of its own."""
-    ends = list(accumulate((len(one["kept"]) for one in passes), initial=len(prompt)))
+    ends = list(accumulate((len(step["kept"]) for step in passes), initial=len(prompt)))
     rounds = [
         Round(position, tuple(before["drafted"]), len(after["kept"]) - 1)
         for position, (before, after) in zip(ends[1:-1], pairwise(passes), strict=True)

@@ -74,7 +74,7 @@ class CompiledPass:
     @property
     def active(self) -> bool:
         """True if compiled code is used."""
-        return any(one.loaded is not None for one in self._variants.values())
+        return any(variant.loaded is not None for variant in self._variants.values())
 
     def __call__(self, held: Any, *inputs: Any) -> tuple[Any] | None:
         """The result, alone in a tuple; None if the function itself is to be run."""
@@ -119,7 +119,7 @@ class CompiledPass:
             return
         logger.warning("layers are not compiled, which is slower: %s", reason)
         self.reason = reason
-        BEGUN.update({one.file: False for one in self._variants.values()})
+        BEGUN.update({variant.file: False for variant in self._variants.values()})
         self._variants, self._by_shapes = {}, {}
 
 

@@ -107,7 +107,7 @@ def _read_shapes(call: Call) -> list[Shape]:
 
 def _first_level_agrees(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """True if the scores of the first level do: further ones may be of other nodes, where two had nearly the same score."""
-    return all_nearly_equal(others, results, slice(2, 3)) and all(bool(one.isfinite().all()) for one in others)
+    return all_nearly_equal(others, results, slice(2, 3)) and all(bool(tensor.isfinite().all()) for tensor in others)
 
 
 def _draft_shapes(call: Call) -> list[Shape] | None:

@@ -101,8 +101,8 @@ class Program:
         if found["format"] != FORMAT:
             raise ValueError("another format")
         regions = tuple(map(Region.from_json, found["regions"]))
-        made = lambda one: Packed(tuple(one["names"]), tuple(one["outputs"]), one["transposed"], one["bias"])  # noqa: E731
-        packed = {name: made(one) for name, one in found["packed"].items()}
+        made = lambda entry: Packed(tuple(entry["names"]), tuple(entry["outputs"]), entry["transposed"], entry["bias"])  # noqa: E731
+        packed = {name: made(entry) for name, entry in found["packed"].items()}
         calls = tuple((number, tuple(names)) for number, names in found["calls"])
         return cls(found["text"], _shaped(found["inputs"]), tuple(found["conditions"]), dict(found["attributes"]), packed, regions, calls)
 

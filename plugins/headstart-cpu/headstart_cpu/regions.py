@@ -140,8 +140,8 @@ class _Writer:
         self.graph.eliminate_dead_code()
         self._placeholders_first(inputs := [*self.inputs.values(), *self.weights.values()])
         text = self.graph.python_code("self").src
-        dtypes = [str(one.meta["val"].dtype).removeprefix("torch.") for one in inputs]
-        region = Region(text, tuple(zip(dtypes, (tuple(map(self._size, one.meta["val"].shape)) for one in inputs), strict=True)))
+        dtypes = [str(node.meta["val"].dtype).removeprefix("torch.") for node in inputs]
+        region = Region(text, tuple(zip(dtypes, (tuple(map(self._size, node.meta["val"].shape)) for node in inputs), strict=True)))
         return Call(region, tuple(self.inputs), tuple(self.weights), outputs, tuple(self.nodes), written)
 
     def _size(self, size: Any) -> Size:

@@ -89,19 +89,19 @@ def _note(of: Region | Path) -> Path:
 
 def ready(program: Program) -> bool:
     """True if all of it is compiled."""
-    return kernels.library().is_file() and all((layer_folder(one) / FILE).is_file() for one in program.regions)
+    return kernels.library().is_file() and all((layer_folder(region) / FILE).is_file() for region in program.regions)
 
 
 def load_layers(program: Program) -> list[Layer]:
     """The compiled layers of a program. Raises Damaged if a file is, which is then removed."""
     kernels.load()
-    return [Layer(require_whole(layer_folder(one) / FILE).parent) for one in program.regions]
+    return [Layer(require_whole(layer_folder(region) / FILE).parent) for region in program.regions]
 
 
 def lacking(programs: Iterable[Program]) -> list[Region]:
     """The regions of programs that are not compiled and can be, each once."""
     regions = dict.fromkeys(region for program in programs for region in program.regions)
-    return [one for one in regions if not (layer_folder(one) / FILE).is_file() and failure(one) is None]
+    return [region for region in regions if not (layer_folder(region) / FILE).is_file() and failure(region) is None]
 
 
 def compile_missing(program: Program) -> None:
@@ -140,7 +140,7 @@ def lacks(program: Program) -> bool:
 def why_not(program: Program) -> str | None:
     """Why something of the program cannot be compiled; None if that is not known."""
     of: list[Region | Path] = [kernels.library(), *program.regions]
-    return next((reason for one in of if (reason := failure(one)) is not None), None)
+    return next((reason for region in of if (reason := failure(region)) is not None), None)
 
 
 # One compiled region, kept in a folder of its own: compiled by AOTInductor with its weights as inputs, loaded by torch's runner.

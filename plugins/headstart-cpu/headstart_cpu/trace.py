@@ -63,7 +63,7 @@ _SHARED: WeakValueDictionary[Any, PackedWeight] = WeakValueDictionary()
 def pack(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> PackedWeight:
     """Pack the weights ``[N, K]`` of layers that read the same input; their outputs are concatenated."""
     originals = (*weights, *(bias for bias in biases if bias is not None))
-    layouts = ((one.data_ptr(), tuple(one.shape), one.stride(), version(one)) for one in originals)
+    layouts = ((tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), version(tensor)) for tensor in originals)
     key = (*layouts, *(bias is None for bias in biases))
     found = _SHARED.get(key)
     if found is None:
@@ -82,8 +82,8 @@ def multiply(x: Tensor, weight: PackedWeight) -> Tensor:
 
 def fits_in_memory(module: nn.Module | None) -> bool:
     """True if the packed weights of the module's linear layers take at most `MEMORY_SHARE` of the machine's memory."""
-    layers = [] if module is None else [one for one in module.modules() if isinstance(one, nn.Linear)]
-    return sum(one.weight.nbytes for one in layers) <= MEMORY_SHARE * psutil.virtual_memory().total
+    layers = [] if module is None else [part for part in module.modules() if isinstance(part, nn.Linear)]
+    return sum(layer.weight.nbytes for layer in layers) <= MEMORY_SHARE * psutil.virtual_memory().total
 
 
 PASSES = ("_jit_pass_dce", "_jit_pass_cse")

@@ -46,8 +46,8 @@ def traced(
     regions = list(dict.fromkeys(call.region for call in calls))
     text, used = _between(graph, calls)
     used |= {name for call in calls for name in call.weights}
-    packed = {name: one for name, one in packed.items() if name in used}
-    used = (used - {*packed}) | {name for one in packed.values() for name in one.names if name is not None}
+    packed = {name: weight for name, weight in packed.items() if name in used}
+    used = (used - {*packed}) | {name for weight in packed.values() for name in weight.names if name is not None}
     names = {id(tensor): f"{i}.{name}" for i, module in enumerate(modules) for name, tensor in named_tensors(module)}
     attributes = {name: names.get(id(getattr(graph, name)), "") for name in sorted(used)}
     if missing := next((name for name, there in attributes.items() if not there), None):
@@ -71,9 +71,9 @@ def _between(graph: fx.GraphModule, calls: Sequence[Call]) -> tuple[str, set[str
     for node in graph.graph.nodes:
         if node in last:
             call = calls[last[node]]
-            found = rest.call_module(f"call_{last[node]}", ([copied(one) for one in call.inputs],))
-            of.update({one: rest.call_function(operator.getitem, (found, place)) for place, one in enumerate(call.outputs)})
-            of.update({one: copied(base) for one, base in call.written.items()})
+            found = rest.call_module(f"call_{last[node]}", ([copied(node) for node in call.inputs],))
+            of.update({output: rest.call_function(operator.getitem, (found, place)) for place, output in enumerate(call.outputs)})
+            of.update({written: copied(base) for written, base in call.written.items()})
         elif node not in inside and is_tensor(node):  # sizes are asked for where they are needed
             copied(node)
     kept = lambda node: node.op in ("placeholder", "output", "call_module") or _writes(node)  # noqa: E731
@@ -144,7 +144,7 @@ def _linear(graph: fx.GraphModule, node: Node) -> _Linear | None:
 
 def _replace(graph: fx.GraphModule, group: list[_Linear], made: dict[str, Packed]) -> None:
     """Write one product in place of linear layers that read the same input."""
-    first, outputs = group[0], tuple(one.outputs for one in group)
+    first, outputs = group[0], tuple(item.outputs for item in group)
     tensor = getattr(graph, first.weight)
     whole, inputs = sum(map(whole_blocks, outputs)), tensor.shape[0 if first.transposed else 1]
 
@@ -155,20 +155,20 @@ def _replace(graph: fx.GraphModule, group: list[_Linear], made: dict[str, Packed
         node.meta["val"] = torch.empty(size, dtype=dtype, device="meta")
         return node
 
-    weight = attribute(Packed(tuple(one.weight for one in group), outputs, first.transposed), whole * inputs, tensor.dtype)
-    biases = tuple(one.bias for one in group)
+    weight = attribute(Packed(tuple(item.weight for item in group), outputs, first.transposed), whole * inputs, tensor.dtype)
+    biases = tuple(item.bias for item in group)
     bias = attribute(Packed(biases, outputs, bias=True), whole, torch.float32) if any(biases) else None
     count = first.outputs if len(group) == 1 else whole
     product = graph.graph.call_function(torch.ops.headstart_cpu.product.default, (first.x, weight, bias, count))
     product.meta["val"] = first.node.meta["val"].new_empty(*first.node.meta["val"].shape[:-1], count)
     at = 0
-    for one in group:
+    for item in group:
         part = product
         if len(group) > 1:
-            part = graph.graph.call_function(aten.slice.Tensor, (product, -1, at, at + one.outputs))
-            part.meta["val"] = one.node.meta["val"]
-        one.node.replace_all_uses_with(part)
-        at += whole_blocks(one.outputs)
+            part = graph.graph.call_function(aten.slice.Tensor, (product, -1, at, at + item.outputs))
+            part.meta["val"] = item.node.meta["val"]
+        item.node.replace_all_uses_with(part)
+        at += whole_blocks(item.outputs)
 
 
 # Tensors without data to trace with, whose sizes that change are symbols.

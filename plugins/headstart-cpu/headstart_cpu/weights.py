@@ -84,7 +84,7 @@ def _codes(layers: Sequence[Tensor]) -> list[Tensor]:
 
 def _size(parts: Sequence[Tensor]) -> tuple[int, torch.dtype]:
     """Elements and dtype of the weights of layers, packed, or of their codes."""
-    return sum(len(one) if one.ndim == 1 else whole_blocks(len(one)) * one.shape[1] for one in parts), parts[0].dtype
+    return sum(len(part) if part.ndim == 1 else whole_blocks(len(part)) * part.shape[1] for part in parts), parts[0].dtype
 
 
 def _pack(layers: Sequence[Tensor], place: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ def compile_parts(regions: Sequence[Region], say: Callable[[str], object]) -> in
         working = {pool.submit(_hand_out, jobs, done) for _ in range(count)}
         while working:
             ended, working = wait(working, timeout=EVERY, return_when=FIRST_EXCEPTION)
-            for one in ended:
-                one.result()
+            for worker in ended:
+                worker.result()
             each = (time.monotonic() - start) * count / len(done) if done else USUAL
             if working:
                 say(f"compiled {len(done)} of {len(parts)} parts, about {each * (len(parts) - len(done)) / count:.0f} s left")
