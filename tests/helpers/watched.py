@@ -7,7 +7,7 @@ import pytest
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
-    """What ``note`` makes of the arguments of each call of ``owner``'s ``name``."""
+    """What ``note`` makes of the arguments of each call of ``owner``'s ``name``, before it is made; an error of ``note`` is the call's."""
     seen, real = [], getattr(owner, name)
 
     def call(*given: Any, **named: Any) -> Any:

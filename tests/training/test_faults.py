@@ -15,6 +15,7 @@ from errors import error_of
 from families import backbone, random_drafter
 from safetensors import SafetensorError
 from small_run import Forked, broken_disk, faults, full_disk, killed, make_recipe, read_log, read_only
+from watched import watched
 
 from headstart.cli.train import main
 from headstart.heads import checkpoint
@@ -104,15 +105,14 @@ class TestOneSave:
     ) -> None:
         """A run saves between the reading of the metadata and that of the weights, and once between the check and the reading."""
         for name in ("file_hash", "load_file"):
-            folder, real, waiting = tmp_path / name, getattr(checkpoint, name), [two[1]]
+            folder, waiting = tmp_path / name, [two[1]]
             two[0].save_pretrained(folder, extra={"number": 1})
 
-            def read(path: Path, real: Callable = real, folder: Path = folder, waiting: list[Drafter] = waiting) -> Any:
+            def save(path: Path, folder: Path = folder, waiting: list[Drafter] = waiting) -> None:
                 while waiting:
                     waiting.pop().save_pretrained(folder, extra={"number": 2})
-                return real(path)
 
-            monkeypatch.setattr(checkpoint, name, read)
+            watched(monkeypatch, checkpoint, name, save)
             assert self.require_one_of(folder, two) == 2
 
     @pytest.mark.parametrize("fail", [broken_disk, full_disk, killed])

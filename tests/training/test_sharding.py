@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from small_run import Forked, make_recipe, read_log, train_once
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from watched import watched
 
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
@@ -83,13 +84,10 @@ def test_the_backbone_is_sharded_too(whole: Path, tmp_path: Path, processes: int
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_files_of_a_sharded_backbone_are_read_once(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = opened.open_backbone
-
-    def only_in_the_first(*arguments: Any, **options: Any) -> Any:
+    def only_in_the_first(*arguments: Any, **options: Any) -> None:
         assert os.environ["RANK"] == "0", "another process reads the model's files"
-        return real(*arguments, **options)
 
-    monkeypatch.setattr(opened, "open_backbone", only_in_the_first)  # the processes are forked from this one
+    watched(monkeypatch, opened, "open_backbone", only_in_the_first)  # the processes are forked from this one
     recipe = make_recipe(tmp_path, 6, drafter=DRAFTER, train={**TRAIN, "steps": 2, "batch_size": 2}, eval={"prompts": 1})
     model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path / "backbone")
