@@ -8,6 +8,9 @@ import pytest
 from headstart.cli.main import main
 from headstart.support.errors import UserError
 
+NOTED = ("train", "cache", "regenerate", "inspect", "verify")
+"""Commands that say on the way what they have begun with."""
+
 
 def refusal(call: Callable[..., object], *given: object, **named: object) -> str:
     """The line with which a call is refused."""
@@ -25,7 +28,7 @@ def refuses(pattern: str, call: Callable[..., object], *given: object, **named: 
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The error with which a command ends: all that it says, but for the lines of a run."""
+    """The error with which a command ends: all that it says, but for such lines."""
     capsys.readouterr()
     try:
         status = main([*map(str, words)])
@@ -35,5 +38,5 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     printed = capsys.readouterr()
     lines = printed.err.splitlines()
     (error,) = (line for line in lines if line.startswith(("error", "Traceback")))
-    assert error.startswith("error: ") and (words[0] in ("train", "cache", "regenerate", "inspect") or [error] == lines and not printed.out)
+    assert error.startswith("error: ") and (words[0] in NOTED or [error] == lines and not printed.out)
     return error
