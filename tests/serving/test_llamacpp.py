@@ -185,7 +185,7 @@ def test_a_recipe_for_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rope = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 16}
     LlamaForCausalLM(LlamaConfig(**{**tiny("llama").config.to_dict(), "rope_parameters": rope})).save_pretrained(tmp_path / "backbone")
     out = tmp_path / "recipe.yaml"
-    command = ["new-recipe", str(tmp_path / "backbone"), "--for", "llama.cpp", "--data", "text", "--out", str(out)]
+    command = ["new-recipe", str(tmp_path / "backbone"), "--for", "llama.cpp", "--data", "text", "--memory", "0.8", "--out", str(out)]
     assert main(command) == 0
     drafter = yaml.safe_load(out.read_text())["drafter"]
     assert drafter["norm_output"] is False and drafter["layer"] == {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
