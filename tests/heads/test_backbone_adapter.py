@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from errors import error_of
 from families import prompts, random_drafter, texts, tiny
 from small_run import make_recipe, train_once
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -108,8 +109,9 @@ def test_prepared_data_are_its_own(folder: Path, tmp_path: Path, capsys: pytest.
     assert main(["train", recipe, given, *cached]) == 0
     capsys.readouterr()
     for other in ("null", f"{folder}/other"):
-        assert main(["train", recipe, f"backbone.adapter={other}", cached[0], cached[1], f"save.dir={tmp_path}/none"]) == 2
-        assert "backbone.adapter: found " in capsys.readouterr().err
+        assert "backbone.adapter: found " in error_of(
+            capsys, "train", recipe, f"backbone.adapter={other}", cached[0], cached[1], f"save.dir={tmp_path}/none"
+        )
     answers = [f"regenerate.out={tmp_path}/answers.jsonl", "regenerate.limit=2", "regenerate.max_new_tokens=16"]
     assert main(["regenerate", recipe, given, f"regenerate.heads={folder}/out", *answers]) == 0
     assert main(["regenerate", recipe, given, answers[0].replace("answers", "again"), *answers[1:]]) == 0
@@ -122,13 +124,12 @@ def test_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     recipe = str(folder / "recipe.yaml")
 
     def error(*changes: str) -> str:
-        assert main(["train", recipe, f"save.dir={tmp_path}/out", *changes]) == 2
-        return capsys.readouterr().err.splitlines()[-1]
+        return error_of(capsys, "train", recipe, f"save.dir={tmp_path}/out", *changes)
 
     assert "backbone.adapter stays frozen, and backbone.lora trains another" in error("backbone.adapter=x", "backbone.lora={}")
     assert "shard cannot be combined with backbone.adapter" in error("backbone.adapter=x", "backbone.shard=true")
     assert "regenerate.model is the server's name" in error("backbone.adapter=x", "regenerate.endpoint=http://localhost:1")
-    assert "rank" in error("backbone.lora={rank: 0}") and "ramp_ratio" in error("backbone.lora={warmup_ratio: 0.7, ramp_ratio: 0.7}")
+    assert "ramp_ratio" in error("backbone.lora={warmup_ratio: 0.7, ramp_ratio: 0.7}")
     assert "no adapter at '/nowhere/at/all'" in error("backbone.adapter=/nowhere/at/all")
     assert "lacks adapter_config.json, so it is no PEFT adapter" in error(f"backbone.adapter={folder}/backbone")
     assert "is a PEFT adapter: give it as backbone.adapter" in error(f"backbone.path={folder}/given")
@@ -148,8 +149,7 @@ def test_a_run_goes_on_with_the_adapter_it_began_with(folder: Path, tmp_path: Pa
     command = ["train", str(folder / "recipe.yaml"), f"backbone.adapter={tmp_path}/adapter", f"save.dir={tmp_path}/out", "train.steps=2"]
     assert main(command) == 0
     shutil.copytree(folder / "other", tmp_path / "adapter", dirs_exist_ok=True)
-    assert main([*command, "train.steps=3"]) == 2
-    assert "was trained with adapter" in capsys.readouterr().err.splitlines()[-1]
+    assert "was trained with adapter" in error_of(capsys, *command, "train.steps=3")
 
 
 @pytest.mark.matrix(cells=1)

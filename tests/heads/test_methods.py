@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refuses
 from families import DRAFTERS, LAYERS, VOCAB, backbone, random_drafter, read, texts
 from safetensors.torch import load_file
 from test_contract import CLOSE
@@ -23,9 +24,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"layers": 3}, "layers"),
     ("eagle3", {"sliding_window": 4}, "drafter.sliding_window is at least drafter.depth=5, the length of a draft; got 4"),
     ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "drafter.fc_norm and drafter.norm_before_fc both norm the taps"),
-    ("eagle", {"feature_noise": -0.1}, "feature_noise"),
     ("eagle", {"draft_vocab_size": 9}, "drafter.depth, drafter.draft_depth, drafter.intermediate_size, drafter.feature_noise"),
-    ("medusa", {"layers": 0}, "drafter.layers is a whole number of at least 1 and at most 256; got 0"),
     ("medusa", {"dept": 3}, "did you mean drafter.depth"),
     (
         "medusa",
@@ -46,9 +45,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 def test_wrong_arguments_are_refused_in_a_line() -> None:
     for kind, arguments, named in WRONG:
-        with pytest.raises(UserError, match=named) as caught:
-            build_drafter(kind, backbone("llama"), arguments)
-        assert "\n" not in str(caught.value), named
+        refuses(named, build_drafter, kind, backbone("llama"), arguments)
 
 
 def test_every_drafter_is_found_by_its_file() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import error_of, refuses
 from families import VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
 from torch import Tensor
 from transformers import LlamaConfig
@@ -20,13 +21,12 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.kv import draft_cache as node_slots
 from headstart.heads.kv.cached_layers import CachedLayer
-from headstart.heads.kv.draft_cache import DraftCache, NodeSlots, Ring, past_mask
+from headstart.heads.kv.draft_cache import DraftCache, NodeSlots, past_mask
 from headstart.heads.kv.rows import STEP
-from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary, rotary_at
+from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
 from headstart.inference.contract import chain, part, ragged
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.support.errors import UserError
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 LIMITS = [(8, 4), (3, 1), (5, 0), (1, 2)]
@@ -155,37 +155,12 @@ def test_rows_leave_and_join_in_the_loop(kind: str, window: int | None, sink: in
         assert torch.equal(say(of, rows, tree=tree, batch_size=2, **options), plain), tree
 
 
-def test_a_text_within_the_window_is_as_without() -> None:
-    for length in (1, 2, 9, 20):
-        states = []
-        for drafter in (made(), made(16, 4)):
-            features = read(backbone("shallow"), texts(2, 20), drafter)
-            states.append(chain(drafter, drafter.begin(part(features, 0, length)), texts(2, drafter.depth, seed=5)))
-        assert all(map(torch.equal, *states)), length
-
-
 def test_slots_of_a_long_pause_are_freed() -> None:
     drafter = made(10, 2)
     features = read(backbone("shallow"), texts(1, 250), drafter)
     state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)  # 245 more positions, unknown to the store
     state = drafter.begin(part(features, 5, 250), state)
     assert drafter.reserve(state, 260).caches[0].keys_BGSC.shape[2] == STEP
-
-
-def test_rotation_by_frequencies_is_the_tables() -> None:
-    drafter = made()
-    table, frequencies = drafter.cached.rotary.table(300, torch.device("cpu")), drafter.cached.rotary.frequencies(torch.device("cpu"))
-    places = torch.tensor([[0, 1, 77], [299, 128, 3]])
-    for one, other in zip(rotary_at(table, places), rotary_at(frequencies, places), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_ring() -> None:
-    ring = Ring(window=3, sink=2)
-    assert ring.kept(torch.tensor([9, 1])).tolist() == [[0, 1, 6, 7, 8], [0, 1, 0, 0, 0]]
-    places = torch.arange(10)[None]
-    assert ring.slots_of(places, torch.tensor([9])).tolist() == [[0, 1, 5, 5, 5, 5, 3, 4, 2, 5]]  # 5: where drafted nodes lie
-    assert ring.slots_of(places, torch.tensor([3])).tolist() == [[0, 1, 2, 3, 4, 5, 5, 5, 5, 5]]
 
 
 def test_an_offloaded_store_drafts_on_a_copy() -> None:
@@ -208,9 +183,7 @@ def test_what_cannot_be_limited_says_so() -> None:
         (SpeculativeModel(on, made()), {"window": 0}, "limit.window .* at least 1"),
         (SpeculativeModel(on, made()), {"window": 5, "sink": -1}, "limit.sink .* at least 0"),
     ):
-        with pytest.raises(UserError, match=named) as caught:
-            of.limit(**arguments)
-        assert "\n" not in str(caught.value)
+        refuses(named, of.limit, **arguments)
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,8 +201,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("eagle3", limits[2:4], "--num-sink-tokens 1 needs --draft-window N"),
         ("medusa", limits[:2], "Medusa has no KV cache"),
     ):
-        assert main(["generate", "--heads", str(tmp_path / heads), "def f(x):", *more]) == 2
-        assert said in capsys.readouterr().err
+        assert said in error_of(capsys, "generate", "--heads", tmp_path / heads, "def f(x):", *more)
 
 
 LENGTHS = (6, 1, 9)

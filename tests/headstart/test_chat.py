@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from chat_templates import VICUNA, talker
-from small_run import status_of
+from errors import error_of
 
 from headstart.cli import conversation as module
 from headstart.cli.conversation import BURST, Chat, Painter
@@ -175,7 +175,4 @@ def test_a_mistake_is_one_line(name, house, tmp_path, stdin, capsys):
         tokenizer.save_pretrained(tmp_path)
         argv = [str(tmp_path) if word == "VICUNA" else word for word in argv]
     stdin("two\n")
-    status = status_of(argv)
-    printed = capsys.readouterr()
-    assert status == 2 and printed.out == ""
-    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err, printed.err
+    assert message in error_of(capsys, *argv)

@@ -1,5 +1,6 @@
 """What files show is said before weights are read: data, prompts, heads of another model, tokenizers."""
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -7,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from chat_templates import make_tokenizer
+from errors import error_of
 from families import build
 from gguf_models import chat_model, write_gguf
-from small_run import make_recipe, status_of
+from small_run import make_recipe
 
-from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.methods import build_drafter
 from headstart.serving.engines import nearest as unknown_format
@@ -46,14 +47,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def refused(house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command that must fail without reading weights; return its error."""
-
     monkeypatch.chdir(house)
-
-    def run(*command: str) -> str:
-        assert main(list(command)) == 2
-        return capsys.readouterr().err.splitlines()[-1]
-
-    return run
+    return functools.partial(error_of, capsys)
 
 
 @pytest.mark.matrix
@@ -146,9 +141,7 @@ RECIPE = "recipes/quickstart/eagle3.yaml"
     ],
 )
 def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = status_of(words)
-    error = capsys.readouterr().err
-    assert status == 2 and said in error and error.count("\n") == 1
+    assert said in error_of(capsys, *words)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +153,7 @@ def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.C
     ],
 )
 def test_choices_of_the_command_line(words: list[str], offered: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of(words) == 2 and offered in capsys.readouterr().err
+    assert offered in error_of(capsys, *words)
 
 
 def test_a_name_that_is_not_alike_is_not_offered() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import error_of
 from gguf_models import chat_model, write_gguf
 from small_run import train_once
 from transformers import GenerationConfig
@@ -139,9 +140,7 @@ def test_a_recipe_names_a_file_or_a_folder_and_a_file(house: Path, names: list[s
 def test_a_recipes_mistakes_are_a_line(at: Path, capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
     path = ["backbone.path=."] if "gguf_file" in override else []
     for command in ("plan", "train", "cache"):
-        assert main([command, "recipe.yaml", *path, override, f"save.dir={at}/none", f"cache.dir={at}/none"]) == 2
-        err = capsys.readouterr().err
-        assert message in err and err.count("\n") == 1
+        assert message in error_of(capsys, command, "recipe.yaml", *path, override, f"save.dir={at}/none", f"cache.dir={at}/none")
     assert not (at / "none").exists()
 
 
@@ -162,12 +161,7 @@ def test_export_verify_and_import(trained: Path, at: Path, capsys: pytest.Captur
     said(capsys, "push", "heads", "someone/heads", "--dry-run", "pushed")
     assert 'model = headstart.load_backbone("chat.gguf").model' in (at / "pushed" / "README.md").read_text()
     monkeypatch.setenv(VLLM.variable, sys.executable)
-    assert "vLLM is verified with a backbone of safetensors" in failed(capsys, "verify", "served", "--engine", "vllm")
-
-
-def failed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main([*words]) == 2
-    return capsys.readouterr().err
+    assert "vLLM is verified with a backbone of safetensors" in error_of(capsys, "verify", "served", "--engine", "vllm")
 
 
 @pytest.mark.slow

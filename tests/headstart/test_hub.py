@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from errors import refusal
 from huggingface_hub import constants
 
 from headstart.heads.backbone.backbone import load_tokenizer
@@ -20,7 +21,7 @@ from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.model_config import load_config, read_end_tokens
 from headstart.heads.checkpoint import read_metadata
 from headstart.support import errors, hub
-from headstart.support.errors import UserError, waiting
+from headstart.support.errors import waiting
 from headstart.support.hub import SMOLLM2
 from headstart.training.data.rows import read_rows
 
@@ -35,12 +36,6 @@ NAMED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "a GGUF file": (find_gguf, "someone/thing/model.gguf", "give the path of a file"),
     "a data set": (read_rows, "someone/thing", "give a file"),
 }
-
-
-def refusal(read: Callable[[str], Any], name: str) -> str:
-    with pytest.raises(UserError) as caught:
-        read(name)
-    return str(caught.value)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from errors import error_of
 
 from headstart.cli.main import main
 
@@ -80,12 +81,11 @@ def test_a_head_that_breaks_a_rule_is_told_which(old: str, new: str, rule: str, 
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert message in (error := capsys.readouterr().err) and error.count("\n") == 1
+    assert message in error_of(capsys, *words)
     assert not [*here.iterdir()]
 
 
 def test_a_folder_that_is_there_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "my_head").mkdir()
-    assert main(["new-head", "my_head"]) == 2 and "is there already" in capsys.readouterr().err
+    assert "is there already" in error_of(capsys, "new-head", "my_head")
     assert not [*(here / "my_head").iterdir()]

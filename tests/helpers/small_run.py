@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,6 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_log(folder) if "loss" in line]
 
 
-def error_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """The first error that a command has said."""
-    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
-
-
 def train_once(recipe: Path, *changes: str) -> Path:
     """Train on the CPU, without the state of earlier runs; returns the folder of the recipe."""
     with pytest.MonkeyPatch.context() as patch:
@@ -114,14 +109,6 @@ def train_once(recipe: Path, *changes: str) -> Path:
         AcceleratorState._reset_state(True)
         assert main(["train", str(recipe), *changes]) == 0
     return recipe.parent
-
-
-def status_of(words: Sequence[str]) -> int:
-    """The status with which a command ends, by argparse's own wording too."""
-    try:
-        return main(list(words))
-    except SystemExit as ended:
-        return int(ended.code or 0)
 
 
 # Training processes forked from this one: libraries are already imported, so starting several takes no time.

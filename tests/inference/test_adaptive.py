@@ -6,13 +6,26 @@ from typing import Any
 
 import pytest
 from families import backbone, prompts, say
-from simulated import MACHINES, SMOLLM2, TASKS, Decoding, Heads, Machine, SimulatedSource, Step, Task, best_fixed, rate, simulated_time
+from simulated import (
+    MACHINES,
+    SMOLLM2,
+    TASKS,
+    Clock,
+    Decoding,
+    Heads,
+    Machine,
+    SimulatedSource,
+    Step,
+    Task,
+    best_fixed,
+    rate,
+    simulated_time,
+)
 from torch import Tensor
 from torch.nn import Module
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.acceptance import TEXT_SPREAD, Acceptance, Offset, best_tree
-from headstart.inference.capture import captured
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.latency import PASS, Costs
@@ -171,32 +184,20 @@ def test_rows_have_offsets_of_their_own_and_a_new_text_begins_with_their_mean() 
 # Sources that draft and back off in whole calls of generate, on a clock whose time passes only where a test says so.
 
 
-class SimulatedClock:
-    """Time that passes only where a test says so, in place of the clocks of the decoding loop: what is chosen depends on no machine."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seconds = 0.0
-        monkeypatch.setattr(captured, "time", self)
-
-    def tick(self, layer: Module, states: tuple[Tensor, ...]) -> None:
-        """A forward pass takes 2 ms, and 2 % more for each further node."""
-        self.seconds += 2e-3 * (1 + 0.02 * (states[0].shape[1] - 1))
-
-    def perf_counter(self) -> float:
-        return self.seconds
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedClock]:
-    clock = SimulatedClock(monkeypatch)
-    with backbone("shallow").layers[0].register_forward_pre_hook(clock.tick):
+def clock() -> Iterator[Clock]:
+    def tick(layer: Module, states: tuple[Tensor, ...]) -> None:
+        """A forward pass takes 2 ms, and 2 % more for each further node."""
+        clock.let_pass(2e-3 * (1 + 0.02 * (states[0].shape[1] - 1)))
+
+    with simulated_time() as clock, backbone("shallow").layers[0].register_forward_pre_hook(tick):
         yield clock
 
 
 class Parrot(Proposer):
     """Proposes the continuation it was given: always right, or always wrong."""
 
-    def __init__(self, clock: SimulatedClock, truths: list[list[int]], right: bool, delay: float = 0.0) -> None:
+    def __init__(self, clock: Clock, truths: list[list[int]], right: bool, delay: float = 0.0) -> None:
         """``delay``: simulated seconds that it takes."""
         self.name, self.clock, self.truths, self.right, self.delay = f"parrot {right}", clock, truths, right, delay
         self.texts: dict[int, list[int]] = {}
@@ -210,7 +211,7 @@ class Parrot(Proposer):
 
     def propose(self, row: int, depth: int, nodes: int) -> Candidates:
         self.asked += 1
-        self.clock.seconds += self.delay
+        self.clock.let_pass(self.delay)
         text = self.texts[row]
         truth = next(t for t in self.truths if t[: len(text)] == text)
         coming = truth[len(text) : len(text) + min(depth, 6)]
@@ -226,7 +227,7 @@ def decoded_plainly() -> tuple[Backbone, dict[str, Tensor], list[list[int]]]:
     return on, rows, say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
 
 
-def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(clock: SimulatedClock) -> None:
+def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(clock: Clock) -> None:
     on, rows, truths = decoded_plainly()
     right, wrong = Parrot(clock, truths, True), Parrot(clock, truths, False, delay=5e-3)
     for proposers in ([right], [wrong], [right, wrong]):
@@ -241,7 +242,7 @@ def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(cl
         assert wrong.asked <= 8, "it brings nothing: asked now and then, and not in all of 118"
 
 
-def test_drafts_that_rest_are_counted_and_said(clock: SimulatedClock) -> None:
+def test_drafts_that_rest_are_counted_and_said(clock: Clock) -> None:
     on, rows, truths = decoded_plainly()
     for right in (True, False):
         out = say(SpeculativeModel(on, proposers=[Parrot(clock, truths, right, delay=5e-3 * (not right))]), rows, **OPTIONS)
@@ -254,7 +255,7 @@ def test_drafts_that_rest_are_counted_and_said(clock: SimulatedClock) -> None:
     assert say(SpeculativeModel(on), rows, **OPTIONS).rested == 0, "there are none"
 
 
-def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock) -> None:
+def test_of_two_sources_that_draft_the_same_one_backs_off(clock: Clock) -> None:
     """The second one has nothing to add to what the first has drafted."""
     on, rows, truths = decoded_plainly()
     both = [Parrot(clock, truths, True, delay=5e-3), Parrot(clock, truths, True, delay=5e-3)]
@@ -265,7 +266,7 @@ def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock)
     assert min(one.asked for one in both) < 8 and max(one.asked for one in both) > 20
 
 
-def test_a_source_that_pauses_with_one_row_is_tried_with_eight(clock: SimulatedClock) -> None:
+def test_a_source_that_pauses_with_one_row_is_tried_with_eight(clock: Clock) -> None:
     on, rows, truths = decoded_plainly()
     of = SpeculativeModel(on, proposers=[Parrot(clock, truths, False, delay=5e-3)])
     say(of, rows, **OPTIONS)

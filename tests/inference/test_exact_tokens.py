@@ -8,14 +8,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from chat_templates import CHATML, MANY_ENDS, QWEN3, make_chat_model, make_chat_recipe, make_samples, make_tokenizer, read_rows, write_rows
+from errors import refusal
 from server import Reply, said, serving
+from watched import watched
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.support.errors import UserError
 from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data, load_recipe
-from headstart.training.regenerate.items import Item, Response
+from headstart.training.regenerate.items import Item
 
 IDS, MASK = [5, 6, 7, 8, 9], [0, 0, 1, 1, 0]
 Samples = list[tuple[list[int], list[int]]]
@@ -64,9 +65,7 @@ def test_the_files_that_others_write(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_rows_are_named(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        made([row])
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in refusal(made, [row])
 
 
 def trained_on(folder: Path, model: Path, *overrides: str) -> Samples:
@@ -81,16 +80,9 @@ def trained_on(folder: Path, model: Path, *overrides: str) -> Samples:
 def test_regenerated_answers_are_trained_on_token_by_token(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_chat_model(tmp_path / "model", template)
     make_chat_recipe(tmp_path, model)
-    written: list[tuple[list[int], list[int]]] = []
-    add = Item.add_response
-
-    def noted(self: Item, response: Response, unfinished: str = "drop") -> None:
-        if not response.error:
-            written.append((list(response.prompt), list(response.answer)))
-        add(self, response, unfinished)
-
-    monkeypatch.setattr(Item, "add_response", noted)
+    responses = watched(monkeypatch, Item, "add_response", lambda self, response, *_: response)
     assert main(["regenerate", str(tmp_path / "recipe.yaml")]) == 0
+    written = [(list(response.prompt), list(response.answer)) for response in responses if not response.error]
     samples = trained_on(tmp_path, model)
     assert len(written) > 6 and all(answer[-1] in (3, *MANY_ENDS) for _, answer in written)
     for prompt, answer in written:

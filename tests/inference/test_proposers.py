@@ -167,15 +167,6 @@ def test_repeated_tokens_gain_probability_and_old_ones_lose_it() -> None:
     assert 6 not in probs[5] and probs[5][8] == pytest.approx(probs[2][6])
 
 
-def test_the_table_is_the_model_s_and_outlives_texts() -> None:
-    proposer = RecyclingProposer()
-    proposer.open(0, [5])
-    proposer.observe([5], [[6]], [[-0.1]])
-    proposer.open(1, [1, 5])
-    proposer.open(0, [2, 5])
-    assert proposer.propose(0, 1, 1).tokens == proposer.propose(1, 1, 1).tokens == [6]
-
-
 def test_history_continues_as_earlier_sequences_did() -> None:
     proposer = HistoryProposer()
     proposer.open(0, [1, 2, 3, 4])

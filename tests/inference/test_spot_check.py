@@ -8,6 +8,7 @@ import torch
 from families import backbone, left_padded, prompts, random_drafter, say
 from recorded import a_logit, a_value, register
 from torch.nn.modules.module import register_module_forward_pre_hook
+from watched import watched
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference import runtime
@@ -29,15 +30,7 @@ def before(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the texts that were read again."""
-    seen: list[int] = []
-    judge = Judge.judge
-
-    def noted(self: Judge, text: Any, *given: Any, **named: Any) -> Any:
-        seen.append(len(text.ids_T) - text.pads)
-        return judge(self, text, *given, **named)
-
-    monkeypatch.setattr(Judge, "judge", noted)
-    return seen
+    return watched(monkeypatch, Judge, "judge", lambda self, text, *_, **__: len(text.ids_T) - text.pads)
 
 
 def model(on: Backbone | None = None, capture: Any = "cuda-graph") -> SpeculativeModel:

@@ -36,8 +36,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_that_an_engine_reads_is_copied(home: Path, tmp_path: Path, name: str) -> None:
     stored = load_file(home / name / "model.safetensors")
     for engine in COPIED[name].split():
-        if (name, engine) == ("dflash", "transformers"):
-            continue
         report, config, tensors = exported(home, name, engine, tmp_path / engine)
         assert tensors.keys() == stored.keys() and all(torch.equal(tensors[key], stored[key]) for key in stored)
         expected = json.loads((home / name / "config.json").read_text())

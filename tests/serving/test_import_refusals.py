@@ -9,6 +9,7 @@ from typing import Any
 import foreign
 import pytest
 import torch
+from errors import error_of
 from families import VOCAB, random_drafter, tiny
 from foreign import DV, D, Tensors, normal, write
 from safetensors.torch import load_file, save_file
@@ -92,12 +93,9 @@ CASES: list[tuple[Callable[[], Folder], str]] = [
 
 def refused(folder: Path | str, home: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of an import that exits with status 2 and writes nothing."""
-    assert main(["import", str(folder), "--backbone", str(home), "--out", str(out), "--max-new-tokens", "2"]) == 2
-    printed = capsys.readouterr()
-    assert not out.exists() and not printed.out
-    (line,) = printed.err.splitlines()
-    assert line.startswith("error: ")
-    return line.replace(str(home), "BACKBONE")
+    error = error_of(capsys, "import", folder, "--backbone", home, "--out", out, "--max-new-tokens", "2")
+    assert not out.exists()
+    return error.replace(str(home), "BACKBONE")
 
 
 def test_what_does_not_fit_is_named(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,8 +145,9 @@ def test_damaged_and_hostile_files(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert "no heads at '../no/where': no such folder, and not on the hub" in refused("../no/where", home, tmp_path / "out", capsys)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/note").touch()
-    assert main(["import", str(tmp_path / "cut"), "--backbone", str(home), "--out", str(tmp_path / "full")]) == 2
-    assert "exists and is not an empty folder; give a new one" in capsys.readouterr().err
+    assert "exists and is not an empty folder; give a new one" in error_of(
+        capsys, "import", tmp_path / "cut", "--backbone", home, "--out", tmp_path / "full"
+    )
 
 
 def packed(weight: torch.Tensor, bits: int, scales: tuple[int, int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -179,14 +178,10 @@ def test_what_others_pack_is_read(bits: int, scales: tuple[int, int]) -> None:
     assert torch.equal(dequantized(quantised_by_others(), tensors | no_zero)["a.weight"], found["a.weight"])
 
 
-def test_eight_bit_floats_are_read() -> None:
-    tensors = {"a.weight": torch.tensor([[-3.0, 4.0]]).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor([[0.5]])}
-    assert dequantized(quantised_by_others(format="float-quantized"), tensors)["a.weight"].tolist() == [[-1.5, 2.0]]
-
-
-def test_whole_numbers_unpacked_are_read() -> None:
-    tensors = {"a.weight": torch.tensor([[-3, 4]], dtype=torch.int8), "a.weight_scale": torch.tensor([[0.5]])}
-    assert dequantized(quantised_by_others(format="int-quantized"), tensors)["a.weight"].tolist() == [[-1.5, 2.0]]
+@pytest.mark.parametrize(("of", "dtype"), [("float-quantized", torch.float8_e4m3fn), ("int-quantized", torch.int8)])
+def test_what_others_leave_unpacked_is_read(of: str, dtype: torch.dtype) -> None:
+    tensors = {"a.weight": torch.tensor([[-3.0, 4.0]]).to(dtype), "a.weight_scale": torch.tensor([[0.5]])}
+    assert dequantized(quantised_by_others(format=of), tensors)["a.weight"].tolist() == [[-1.5, 2.0]]
 
 
 @pytest.mark.parametrize(

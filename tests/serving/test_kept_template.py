@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, conversations, make_chat_model, make_chat_recipe, write_rows
+from errors import error_of
 from families import backbone, random_drafter
 from small_run import train_once
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from watched import watched
 
 import headstart
 from headstart.chat.prompts import Prompter
@@ -75,14 +77,8 @@ def test_every_command_asks_with_it(trained: Path, tmp_path: Path, capsys: pytes
 
 
 def test_chat_goes_on_with_it(trained: Path, stdin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
     converse = Prompter.converse
-
-    def noted(self: Prompter, *what: Any) -> Any:
-        asked.append(self.tokenizer.decode(converse(self, *what)))
-        return converse(self, *what)
-
-    monkeypatch.setattr(Prompter, "converse", noted)
+    asked = watched(monkeypatch, Prompter, "converse", lambda self, *what: self.tokenizer.decode(converse(self, *what)))
     stdin("Hi\nHo\n")
     assert main(["chat", "--heads", str(trained / "out"), "--max-new-tokens", "3"]) == 0
     assert asked[0] == f"{OPENED}merry\n" and asked[1].startswith("<|im_start|>the user\nHi<|im_end|>\n<|im_start|>the assistant\n")
@@ -110,9 +106,7 @@ def test_load_makes_prompts_with_it(trained: Path) -> None:
     ],
 )
 def test_a_wrong_variable_is_one_line(trained: Path, capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
-    assert main(["generate", "--heads", str(trained / "out"), "--template-arg", given, "Hi"]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in error_of(capsys, "generate", "--heads", trained / "out", "--template-arg", given, "Hi")
 
 
 def test_exported_and_published_heads_bring_it(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,8 +126,7 @@ def test_heads_of_two_templates_are_not_measured_together(trained: Path, tmp_pat
     card["provenance"]["chat"]["template"] = CHATML
     (other / "headstart.json").write_text(json.dumps(card))
     command = ["bench", "--heads", str(trained / "out"), str(other), "--prompts", str(trained / "prompts.jsonl")]
-    assert main(command) == 2
-    assert f"{other} was trained with another chat template than {trained / 'out'}" in capsys.readouterr().err
+    assert f"{other} was trained with another chat template than {trained / 'out'}" in error_of(capsys, *command)
     card["provenance"]["chat"]["template"] = 3
     (other / "headstart.json").write_text(json.dumps(card))
     assert main(command) == 2 and "is damaged (provenance.chat.template" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import gguf
 import pytest
 import torch
 import yaml
+from errors import error_of
 from exported import DV, make_home, refused
 from families import VOCAB, random_drafter, tiny
 from gguf_models import rope_factors
@@ -19,6 +20,7 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.files import PROVENANCE
+from headstart.serving.layouts.llamacpp import recipe_values
 
 REFUSED = {
     "drafter.norm_output=false": {"norm_output": True}, "three drafter.taps": {"taps": [1, 3]}, "drafter.layers=1": {"layers": 2},
@@ -174,20 +176,18 @@ def test_backbones_that_give_no_layers_are_refused(tmp_path: Path, capsys: pytes
     tiny("gemma3").save_pretrained(tmp_path / "backbone")
     saved(tmp_path, tmp_path / "heads")
     assert "it cannot give heads the layers of a gemma3" in refused(tmp_path, "heads", "llama.cpp", tmp_path / "out")
-    assert main(["new-recipe", str(tmp_path / "backbone"), "--for", "llama.cpp", "--out", str(tmp_path / "recipe.yaml")]) == 2
-    assert "it cannot give heads the layers of a gemma3" in capsys.readouterr().err and not (tmp_path / "recipe.yaml").exists()
+    error = error_of(capsys, "new-recipe", tmp_path / "backbone", "--for", "llama.cpp", "--out", tmp_path / "recipe.yaml")
+    assert "it cannot give heads the layers of a gemma3" in error and not (tmp_path / "recipe.yaml").exists()
 
 
 def test_a_recipe_for_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["new-recipe", "embedded", "--for", "llama.cpp", "--out", str(tmp_path / "recipe.yaml")]
-    assert main(command) == 0 and "norm_output: false" in (tmp_path / "recipe.yaml").read_text()
-    assert main([*command, "--method", "medusa", "--overwrite"]) == 2
-    assert "--for llama.cpp is of --method eagle3" in capsys.readouterr().err
-
-
-def test_a_recipe_whose_layer_llama_cpp_rotates(tmp_path: Path) -> None:
+    """Its layer is one that llama.cpp rotates, whatever the backbone's are."""
     rope = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 16}
     LlamaForCausalLM(LlamaConfig(**{**tiny("llama").config.to_dict(), "rope_parameters": rope})).save_pretrained(tmp_path / "backbone")
     out = tmp_path / "recipe.yaml"
-    assert main(["new-recipe", str(tmp_path / "backbone"), "--for", "llama.cpp", "--data", "text", "--out", str(out)]) == 0
-    assert yaml.safe_load(out.read_text())["drafter"]["layer"] == {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+    command = ["new-recipe", str(tmp_path / "backbone"), "--for", "llama.cpp", "--data", "text", "--memory", "0.8", "--out", str(out)]
+    assert main(command) == 0
+    drafter = yaml.safe_load(out.read_text())["drafter"]
+    assert drafter["norm_output"] is False and drafter["layer"] == {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+    assert recipe_values("eagle3", tiny("llama").config) == {"drafter": {"norm_output": False}}
+    assert "--for llama.cpp is of --method eagle3" in error_of(capsys, *command, "--method", "medusa", "--overwrite")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import error_of
 from families import random_drafter, tiny
 from huggingface_hub import repocard
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -51,13 +52,6 @@ def heads(tmp_path_factory) -> Path:
 def card(folder: Path) -> tuple[dict[str, Any], str]:
     _, metadata, text = (folder / "README.md").read_text().split("---\n", 2)
     return YAML(typ="safe").load(metadata), text
-
-
-def refused(capsys: Any, *argv: object) -> str:
-    assert main(["push", *map(str, argv)]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ")
-    return lines[0]
 
 
 def bench_report(head: str, **changes: Any) -> dict[str, Any]:
@@ -180,14 +174,16 @@ def test_an_exported_folder(tmp_path, capsys):
     assert metadata["tags"] == ["speculative-decoding", "eagle3", "headstart"] and "vllm serve tiny-llama" in text
     assert "headstart import me/x --backbone tiny-llama" in text and "| layout | eagle3 |" in text and "24 nodes, width 8 | 1.50" in text
     assert "SGLang" not in text  # exported for vLLM
-    assert "whose dtype is that of headstart export --dtype; leave --dtype bf16 out" in refused(capsys, exported, "me/x", "--dtype", "bf16")
+    assert "whose dtype is that of headstart export --dtype; leave --dtype bf16 out" in error_of(
+        capsys, "push", exported, "me/x", "--dtype", "bf16"
+    )
     files = {file.name: file for file in (tmp_path / "out").iterdir()}
     assert files.keys() == {"README.md", "config.json", "headstart_export.json", "model.safetensors"}
     assert str(tmp_path) not in files["headstart_export.json"].read_text() + files["config.json"].read_text()
     (exported / "model.safetensors").unlink()
-    assert "lacks its weights" in refused(capsys, exported, "me/x")
+    assert "lacks its weights" in error_of(capsys, "push", exported, "me/x")
     (exported / "headstart_export.json").write_text("{}")
-    assert "is damaged (KeyError: 'heads'); export the heads again" in refused(capsys, exported, "me/x")
+    assert "is damaged (KeyError: 'heads'); export the heads again" in error_of(capsys, "push", exported, "me/x")
 
 
 class Hub:
@@ -234,34 +230,34 @@ def response(status: int) -> HfHubHTTPError:
 ])  # fmt: skip
 def test_what_the_hub_refuses(heads, to, capsys, error, message):
     to.error = error
-    assert message in refused(capsys, heads, "me/x")
+    assert message in error_of(capsys, "push", heads, "me/x")
 
 
 def test_what_cannot_be_published(heads, tmp_path, capsys):
     for repo in ("me/x/y", ""):
-        assert f"repository {repo!r} is not a repository's name" in refused(capsys, heads, repo)
-    assert "--base-model 'a b' is not" in refused(capsys, heads, "me/x", "--base-model", "a b")
-    assert "no folder at" in refused(capsys, tmp_path / "none", "me/x")
-    assert "is not a checkpoint" in refused(capsys, tmp_path, "me/x")
+        assert f"repository {repo!r} is not a repository's name" in error_of(capsys, "push", heads, repo)
+    assert "--base-model 'a b' is not" in error_of(capsys, "push", heads, "me/x", "--base-model", "a b")
+    assert "no folder at" in error_of(capsys, "push", tmp_path / "none", "me/x")
+    assert "is not a checkpoint" in error_of(capsys, "push", tmp_path, "me/x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
-    assert "not an empty folder" in refused(capsys, heads, "me/x", "--dry-run", tmp_path / "full")
+    assert "not an empty folder" in error_of(capsys, "push", heads, "me/x", "--dry-run", tmp_path / "full")
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["file"]
     report = tmp_path / "report.json"
-    assert "there is no such file" in refused(capsys, heads, "me/x", "--bench", report)
+    assert "there is no such file" in error_of(capsys, "push", heads, "me/x", "--bench", report)
     for content, message in (("{}", "is no report of this version's headstart bench --json (KeyError: 'results')"),
                              ("[", "is damaged (not valid JSON"),
                              (json.dumps(bench_report("out/other")), "has figures of other, not of eagle3")):  # fmt: skip
         report.write_text(content)
-        assert message in refused(capsys, heads, "me/x", "--bench", report, "--dry-run", tmp_path / "new")
+        assert message in error_of(capsys, "push", heads, "me/x", "--bench", report, "--dry-run", tmp_path / "new")
     broken = save(tmp_path / "broken")
     stated = json.loads((broken / "headstart.json").read_text())
     stated["contract"]["adapter"] = "abc"
     (broken / "headstart.json").write_text(json.dumps(stated))
-    assert "adapter lacks adapter_config.json of the adapter that the heads were trained with" in refused(capsys, broken, "me/x")
+    assert "adapter lacks adapter_config.json of the adapter that the heads were trained with" in error_of(capsys, "push", broken, "me/x")
     with (broken / "model.safetensors").open("ab") as file:
         file.write(b"more")
-    assert "is truncated or changed" in refused(capsys, broken, "me/x")
+    assert "is truncated or changed" in error_of(capsys, "push", broken, "me/x")
     assert not (tmp_path / "new").exists()
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from engines_alone import stand_in
+from errors import error_of
 from families import VOCAB, random_drafter, tiny
 from plain.base import Target
 from plain.drafts import reference_drafts
 from plain.folders import read_heads
 from safetensors.torch import load_file, save_file
-from small_run import status_of
 from torch import Tensor
 
 from headstart.cli.main import main
@@ -235,9 +235,7 @@ def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.Cap
         ([str(plain), "--backbone", str(unloadable), "--engine", "llama.cpp"], "is no file; name the Python"),  # before it is loaded
         ([str(plain), *on, "--engine", "sglang"], "invalid choice: 'sglang'"),
     ]:
-        status = status_of(["verify", *arguments])
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert status == 2 and fault in error, error
+        assert fault in error_of(capsys, "verify", *arguments)
     assert config == json.loads((plain / "config.json").read_text())
 
 

@@ -16,6 +16,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils.launch import prepare_multi_gpu_env
+from errors import error_of
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
@@ -162,8 +163,7 @@ def test_a_compiled_objective_gives_the_same_losses(tmp_path: Path) -> None:
 
 def test_without_a_compiler_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert main([str(make_recipe(tmp_path)), f"save.dir={tmp_path}/out", "train.compile=true"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = error_of(capsys, "train", make_recipe(tmp_path), f"save.dir={tmp_path}/out", "train.compile=true")
     assert "train.compile=true: torch.compile needs a C++ compiler (no-such-compiler is missing)" in error
     assert error.endswith("or set train.compile=false")
     assert not list((tmp_path / "out").glob("*.safetensors"))

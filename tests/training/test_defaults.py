@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import error_of
 from families import backbone
 from small_run import make_recipe, read_log
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -80,6 +81,7 @@ def test_a_number_is_taken_as_it_is(small: Path) -> None:
         ("eagle3", MUON, 0.3),
         ("eagle3", ["train.lr=1e-3"], 1.0),  # AdamW
         ("eagle3", ["train.readout_lr_ratio=0.5"], 0.5),
+        ("eagle3", ["train.lr=1e-3", "train.readout_lr_ratio=0.5"], 0.5),
         ("medusa", [], 1.0),
     ],
 )
@@ -89,6 +91,7 @@ def test_output_layers_learn_at_a_rate_of_their_own(small: Path, drafter: str, c
     trainer = run.trainers[0]
     rate = trainer.set_learning_rate(3, 6)
     rates = {id(weight): group["lr"] for group in trainer.optimizer.param_groups for weight in group["params"]}
+    assert len(rates) == len([*run.drafter.parameters()])
     layer = run.drafter.lm_head if drafter == "eagle3" else run.drafter.output_layers()[0]  # type: ignore[attr-defined]
     assert rates.pop(id(layer.weight)) == pytest.approx(ratio * rate) and rate > 0
     assert drafter != "eagle3" or {*rates.values()} == {rate}
@@ -190,5 +193,6 @@ def test_a_frozen_readout_stays_the_backbones(small: Path) -> None:
 
 
 def test_a_readout_of_another_width_cannot_be_frozen(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(small), "drafter={kind: mlp, depth: 2, inner_dim: 24, freeze_readout: true}"]) == 2
-    assert "drafter.freeze_readout needs output layers as wide as the backbone, 16" in capsys.readouterr().err
+    assert "drafter.freeze_readout needs output layers as wide as the backbone, 16" in error_of(
+        capsys, "train", small, "drafter={kind: mlp, depth: 2, inner_dim: 24, freeze_readout: true}"
+    )

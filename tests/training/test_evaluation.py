@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from small_run import Forked, make_recipe, numbers, read_log, train_once
+from watched import watched
 
 from headstart.cli.main import main as headstart
 from headstart.cli.train import main
@@ -184,16 +185,13 @@ def test_start_values_are_fitted_once_for_all_processes_from_the_cache(
     assert isinstance(fresh, Eagle3) and "fitting start values" in capsys.readouterr().err
     live = fresh.fc.weight.clone()
     assert headstart(["cache", str(recipe), *cached]) == 0
-    fit = Eagle3.fit_start
 
-    def once(self: Eagle3, features: Any) -> str:
+    def once(self: Eagle3, features: Any) -> None:
         assert os.environ.get("RANK", "0") == "0", "another process fits them"
-        line = fit(self, features)
         with (tmp_path / "fitted").open("a") as file:
             file.write("once ")
-        return line
 
-    monkeypatch.setattr(Eagle3, "fit_start", once)
+    watched(monkeypatch, Eagle3, "fit_start", once)
     monkeypatch.setattr(LiveFeatures, "read", broken)
     assert Forked(2, [str(recipe), *cached, "train.lr=1e-30"], tmp_path / "said").wait() == 0, (tmp_path / "said").read_text()
     assert (tmp_path / "fitted").read_text() == "once "

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from errors import error_of
 from families import backbone, random_drafter
 from safetensors import SafetensorError
 from small_run import Forked, broken_disk, faults, full_disk, killed, make_recipe, read_log, read_only
+from watched import watched
 
 from headstart.cli.train import main
 from headstart.heads import checkpoint
@@ -103,15 +105,14 @@ class TestOneSave:
     ) -> None:
         """A run saves between the reading of the metadata and that of the weights, and once between the check and the reading."""
         for name in ("file_hash", "load_file"):
-            folder, real, waiting = tmp_path / name, getattr(checkpoint, name), [two[1]]
+            folder, waiting = tmp_path / name, [two[1]]
             two[0].save_pretrained(folder, extra={"number": 1})
 
-            def read(path: Path, real: Callable = real, folder: Path = folder, waiting: list[Drafter] = waiting) -> Any:
+            def save(path: Path, folder: Path = folder, waiting: list[Drafter] = waiting) -> None:
                 while waiting:
                     waiting.pop().save_pretrained(folder, extra={"number": 2})
-                return real(path)
 
-            monkeypatch.setattr(checkpoint, name, read)
+            watched(monkeypatch, checkpoint, name, save)
             assert self.require_one_of(folder, two) == 2
 
     @pytest.mark.parametrize("fail", [broken_disk, full_disk, killed])
@@ -140,13 +141,6 @@ def recipe(tmp_path: Path) -> Path:
     return make_recipe(tmp_path, train=train, save={"every": 1, "keep": 1}, eval=evaluation)
 
 
-def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The error lines so far; there is never a traceback."""
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return [line for line in said.splitlines() if line.startswith("error")]
-
-
 class TestRun:
     """A whole run, through the command."""
 
@@ -162,7 +156,7 @@ class TestRun:
             fail, for_good = ((broken_disk, False), (full_disk, True), (read_only, True))[at % 3]
             with faults(out, at, fail, for_good):
                 statuses.append(main([str(recipe), f"save.dir={out}"]))
-            lines = errors(capsys)
+            lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
             assert statuses[-1] in (0, 2) and len(lines) == (statuses[-1] == 2), (at, counted.seen[at - 1], lines)
             if (out / "headstart.json").exists() or (out / PENDING).exists():
                 load_drafter(out, load_backbone(str(tmp_path / "backbone"), device="cpu"))
@@ -186,8 +180,7 @@ class TestRun:
         assert main([str(recipe), "train.steps=2"]) == 0
         with monkeypatch.context() as patch:
             patch.setattr(states, "save_file", full)
-            assert main([str(recipe)]) == 2
-        [line] = errors(capsys)
+            line = error_of(capsys, "train", recipe)
         assert "step 3 could not be saved" in line and "No space left on device" in line and "step-00000002" in line
         assert main([str(recipe)]) == 0
 
@@ -200,19 +193,18 @@ class TestRun:
             end = time.monotonic() + 60
             while not list(out.glob("state/step-*")) and time.monotonic() < end:
                 time.sleep(0.05)
-            assert main([str(recipe), f"save.dir={out}"]) == 2
-            assert errors(capsys) == [f"error: another run is writing to save.dir={out}; let it end or stop it, or choose another save.dir"]
+            line = error_of(capsys, "train", recipe, f"save.dir={out}")
+            assert line == f"error: another run is writing to save.dir={out}; let it end or stop it, or choose another save.dir"
         finally:
             assert first.kill()
         (out / LOCK).chmod(0o600)  # it is still there
-        assert main([str(recipe), f"save.dir={out}", "save.resume=false"]) == 2
-        assert "holds an earlier run" in errors(capsys)[0], "the lock has died with its process"
+        line = error_of(capsys, "train", recipe, f"save.dir={out}", "save.resume=false")
+        assert "holds an earlier run" in line, "the lock has died with its process"
 
     def test_a_refused_run_leaves_no_folder(self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([str(recipe), f"save.dir={tmp_path}/a/b", "backbone.path=/nowhere"]) == 2
-        assert len(errors(capsys)) == 1 and not (tmp_path / "a").exists()
-        assert main([str(recipe), f"save.dir={recipe}/out"]) == 2
-        [line] = errors(capsys)
+        error_of(capsys, "train", recipe, f"save.dir={tmp_path}/a/b", "backbone.path=/nowhere")
+        assert not (tmp_path / "a").exists()
+        line = error_of(capsys, "train", recipe, f"save.dir={recipe}/out")
         assert "save.dir" in line and "Not a directory" in line
 
     @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import CHATML, chat, make_tokenizer
+from errors import error_of
 from families import VOCAB, backbone
 from small_run import make_recipe
 from transformers import LlamaConfig
@@ -177,9 +178,7 @@ def test_a_mistake_is_one_line(recipe: Path, trained: Path, tmp_path: Path, caps
         ([str(trained / "headstart.json")], "unknown key"),
         (["embedded", "--html", str(tmp_path / "page.html")], "--html shows a recipe's training sample, and embedded is trained heads"),
     ):
-        assert main(["inspect", *arguments, "--json", str(file)]) == 2
-        printed = capsys.readouterr()
-        assert printed.out == "" and message in printed.err and printed.err.count("\n") == 1, printed.err
+        assert message in error_of(capsys, "inspect", *arguments, "--json", file)
         assert not file.parent.exists()
 
 

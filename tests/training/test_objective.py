@@ -39,7 +39,7 @@ def test_same_as_naive_forward_and_backward(
     torch.manual_seed(2)
     drafter = TinyDrafter(backbone, 3, vocabulary).double()
     features = batch(backbone)
-    wanted = Objective(terms=terms, depth_decay=0.6, depth_weights=weights, top_k=4)
+    wanted = Objective(terms=terms, depth_decay=0.6, depth_weights=weights, top_k=4, lk_eta=2.0)
     right = run(naive, wanted, backbone, drafter, features)
     for chunk in (7, 10_000):
         actual = run(chunked, wanted.model_copy(update={"chunk_size": chunk}), backbone, drafter, features)

@@ -61,18 +61,7 @@ def test_it_is_torchs_own_but_for_rounding() -> None:
     assert by_adamw and len(by_adamw) < len(names)
 
 
-@pytest.mark.parametrize("shape", [(7, 20), (20, 7), (12, 12), (1, 5)])
-def test_orthogonal_as_torchs_in_the_same_dtype(shape: tuple[int, int]) -> None:
-    from torch.optim._muon import _zeropower_via_newtonschulz  # not public: the day it goes, so may this comparison
-
-    coefficients, matrix = (3.4445, -4.775, 2.0315), torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    actual, expected = (way(matrix.bfloat16(), coefficients, 5, 1e-7) for way in (orthogonal, _zeropower_via_newtonschulz))
-    assert torch.equal(actual, expected)
-    sizes = torch.linalg.svdvals(orthogonal(matrix, coefficients, 5, 1e-7))
-    assert sizes.min() > 0.3 and sizes.max() < 1.3
-
-
-@pytest.mark.parametrize("shape", [(48, 128), (128, 48)])
+@pytest.mark.parametrize("shape", [(48, 128), (128, 48), (12, 12), (1, 5)])
 def test_orthogonal_by_the_gram_matrix_is_the_iteration(shape: tuple[int, int]) -> None:
     """Also where most singular values are small."""
     a, b, c = coefficients = (3.4445, -4.775, 2.0315)
@@ -101,16 +90,6 @@ def test_a_saved_state_goes_on_bit_for_bit(optimizer: str) -> None:
     unpack_optimizer(dict(resumed.named_parameters()), second, saved)
     pull(resumed, second, 3, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_output_layers_can_have_a_rate_of_their_own(optimizer: str) -> None:
-    drafter = build_drafter("eagle3", backbone("llama"), {"depth": 2})
-    for ratio in (0.5, 1.0):
-        groups = build_optimizer(drafter, Train(steps=9, optimizer=optimizer, lr=1e-2, readout_lr_ratio=ratio)).param_groups
-        apart = [[*map(id, group["params"])] for group in groups if group.get("lr_ratio", 1.0) != 1.0]
-        assert apart == ([] if ratio == 1.0 else [[id(drafter.lm_head.weight)]])  # type: ignore[attr-defined]
-        assert sorted(id(weight) for group in groups for weight in group["params"]) == sorted(map(id, drafter.parameters())), "each once"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])

@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from small_run import Forked, error_line, make_recipe, numbers, read_log, train_once
+from errors import error_of
+from small_run import Forked, make_recipe, numbers, read_log, train_once
 
 from headstart.cli.train import main
 
@@ -81,8 +82,7 @@ def test_refused_when_every_state_is_damaged(whole: Path, out: Path, capsys: pyt
     (first / "state.json").write_text("{")
     (second / "tensors.safetensors").unlink()
     (third / "state.json").write_text(json.dumps({"sha256": "0"}))
-    assert main(recipe_for(whole, out)) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = error_of(capsys, "train", *recipe_for(whole, out))
     assert message.startswith("error: ") and str(first) in message and "state.json is not JSON" in message and "delete" in message
 
 
@@ -100,19 +100,18 @@ def test_a_state_of_another_version_is_refused(whole: Path, out: Path, capsys: p
         content = json.loads((state / "state.json").read_text())
         del content["format"]
         (state / "state.json").write_text(json.dumps(content))
-    assert main(recipe_for(whole, out, f"train.steps={STEPS + 4}")) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = error_of(capsys, "train", *recipe_for(whole, out, f"train.steps={STEPS + 4}"))
     assert "step-00000020 was saved by another version of Headstart (format None, this one reads 4)" in error
 
 
 def test_another_recipe_is_refused_by_its_keys(whole: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(recipe_for(whole, out, "train.lr=0.5", "train.ema_decay=0.5", "seed=8", "log.every=1", f"train.steps={STEPS + 1}")) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = error_of(
+        capsys, "train", *recipe_for(whole, out, "train.lr=0.5", "train.ema_decay=0.5", "seed=8", "log.every=1", f"train.steps={STEPS + 1}")
+    )
     assert "seed (was 7, now 8)" in message and "train.lr (was 0.003, now 0.5)" in message
     assert "train.ema_decay (was None, now 0.5)" in message
     assert not any(key in message for key in ("log.every", "train.steps", "save.dir (was"))
-    assert main(recipe_for(whole, out, "save.resume=false")) == 2
-    assert "save.resume=true" in capsys.readouterr().err
+    assert "save.resume=true" in error_of(capsys, "train", *recipe_for(whole, out, "save.resume=false"))
 
 
 def test_a_finished_run_can_be_made_longer(whole: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,8 +126,7 @@ def test_other_samples_are_refused_on_resume(tmp_path: Path, capsys: pytest.Capt
     assert main([str(recipe), "train.steps=2"]) == 0
     rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "text.jsonl").write_text("".join([*rows[1:], rows[0]]))  # the same rows in another order
-    assert main([str(recipe), "train.steps=4"]) == 2
-    error = error_line(capsys)
+    error = error_of(capsys, "train", recipe, "train.steps=4")
     assert "step-00000002 was trained on other samples (hash" in error and "text.jsonl or the tokenizer have changed; restore them" in error
     (tmp_path / "text.jsonl").write_text("".join(rows))
     assert main([str(recipe), "train.steps=4"]) == 0

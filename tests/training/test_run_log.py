@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from errors import error_of
 from small_run import make_recipe, read_log, train_once
 
 from headstart.cli.main import main as command
@@ -167,8 +168,7 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     (table,) = (value for value in numbers.values() if isinstance(value, wandb.Table))
     assert table.data == [[one["prompt"], marked(one)] for one in evaluated["examples"]]
     capsys.readouterr()
-    assert main([str(recipe), "log.wandb=online", f"save.dir={tmp_path / 'refused'}"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
+    line = error_of(capsys, "train", recipe, "log.wandb=online", f"save.dir={tmp_path / 'refused'}")
     assert line.startswith("error: log.wandb=online: No API key configured. Use `wandb login`.; run wandb login, or set log.wandb=offline")
     sys.modules.pop("wandb")
 
@@ -179,13 +179,11 @@ def test_a_tracker_that_is_missing_is_said_before_anything_is_loaded(
     recipe = make_recipe(tmp_path)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert main([str(recipe), "log.tensorboard=true", "backbone.path=/nowhere"]) == 2
-    output = capsys.readouterr().err
-    assert output.startswith("error: log.tensorboard=true needs") and "pip install tensorboardX" in output and output.count("\n") == 1
+    output = error_of(capsys, "train", recipe, "log.tensorboard=true", "backbone.path=/nowhere")
+    assert output.startswith("error: log.tensorboard=true needs") and "pip install tensorboardX" in output
     assert not (tmp_path / "out").exists()
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main([str(recipe), "log.wandb=online", "backbone.path=/nowhere"]) == 2
-    assert "pip install wandb" in capsys.readouterr().err
+    assert "pip install wandb" in error_of(capsys, "train", recipe, "log.wandb=online", "backbone.path=/nowhere")
 
 
 def test_a_depth_trained_at_no_position_has_no_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import error_of, refusal
 from families import backbone, random_drafter
 from small_run import Forked, make_recipe, read_log, train_once
 
@@ -107,14 +108,13 @@ def test_an_override_reaches_its_drafter(together: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named(together: Path, override: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_recipe(together / "recipe.yaml", [override])
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in refusal(load_recipe, together / "recipe.yaml", [override])
 
 
 def test_another_set_of_drafters_is_refused_on_resume(together: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(together / "recipe.yaml"), "heads=[{kind: medusa}]", "train.steps=9"]) == 2
-    assert "was trained by another recipe: heads.eagle3.depth (was 3, now None)" in capsys.readouterr().err
+    assert "was trained by another recipe: heads.eagle3.depth (was 3, now None)" in error_of(
+        capsys, "train", together / "recipe.yaml", "heads=[{kind: medusa}]", "train.steps=9"
+    )
 
 
 # Runs with on-policy training: independent of how a step is split, resumable, and effective; impossible settings are refused.
@@ -178,19 +178,13 @@ def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["objective.on_policy=-1"], "objective.on_policy is a number of at least 0; got -1"),
         (["objective.on_policy=.nan"], "objective.on_policy is a number of at least 0; got nan"),
-        (["objective.on_policy_share=0"], "objective.on_policy_share is a number above 0 and at most 1; got 0"),
-        (["objective.on_policy_share=1.5"], "objective.on_policy_share is a number above 0 and at most 1; got 1.5"),
-        (["objective.on_policy_temperature=-1"], "objective.on_policy_temperature is a number of at least 0 and at most 100; got -1"),
         (["objective.on_policy=1", "cache.dir=x"], "objective.on_policy needs the backbone, which does not run with cache.dir='x'"),
         (["drafter={}", "heads=[{kind: eagle3, objective: {on_policy: 1}}]", "cache.dir=x"], "heads.eagle3: objective.on_policy needs the"),
     ],
 )
 def test_recipes_that_cannot_be(tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_recipe(make_recipe(tmp_path), overrides)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in refusal(load_recipe, make_recipe(tmp_path), overrides)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +196,7 @@ def test_recipes_that_cannot_be(tmp_path: Path, overrides: list[str], message: s
 )
 def test_drafters_that_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafter: dict[str, Any], message: str) -> None:
     path = make_recipe(tmp_path, objective=WANTED)
-    assert main([str(path), f"drafter={drafter}".replace("'", "")]) == 2
-    output = capsys.readouterr().err
+    output = error_of(capsys, "train", path, f"drafter={drafter}".replace("'", ""))
     assert message in output and "Traceback" not in output and not (tmp_path / "out").exists()
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from errors import error_of
 from packaging.version import Version
 from safetensors.torch import load_file
 from small_run import Forked, make_recipe, read_log, train_once
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from watched import watched
 
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
@@ -82,13 +84,10 @@ def test_the_backbone_is_sharded_too(whole: Path, tmp_path: Path, processes: int
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_files_of_a_sharded_backbone_are_read_once(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = opened.open_backbone
-
-    def only_in_the_first(*arguments: Any, **options: Any) -> Any:
+    def only_in_the_first(*arguments: Any, **options: Any) -> None:
         assert os.environ["RANK"] == "0", "another process reads the model's files"
-        return real(*arguments, **options)
 
-    monkeypatch.setattr(opened, "open_backbone", only_in_the_first)  # the processes are forked from this one
+    watched(monkeypatch, opened, "open_backbone", only_in_the_first)  # the processes are forked from this one
     recipe = make_recipe(tmp_path, 6, drafter=DRAFTER, train={**TRAIN, "steps": 2, "batch_size": 2}, eval={"prompts": 1})
     model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path / "backbone")
@@ -124,8 +123,7 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
 ])  # fmt: skip
 def test_what_all_cannot_read_alike_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str) -> None:
     recipe = make_recipe(tmp_path, 6, drafter=DRAFTER, backbone={"shard": True})
-    assert main([str(recipe), change]) == 2
-    assert message in capsys.readouterr().err
+    assert message in error_of(capsys, "train", recipe, change)
 
 
 @pytest.mark.slow
@@ -146,8 +144,7 @@ def test_resumed_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None
 def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, 6)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert main([str(recipe)]) == 2
-    assert "launched with FSDP version 1; training supports version 2" in capsys.readouterr().err
+    assert "launched with FSDP version 1; training supports version 2" in error_of(capsys, "train", recipe)
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert main([str(recipe), "train.steps=1"]) == 0  # one process has nothing to shard
 
@@ -157,8 +154,9 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_training_each_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main([str(make_recipe(tmp_path, 6))]) == 2
-    assert "2 processes were started and found no accelerator, so each would train alone" in capsys.readouterr().err
+    assert "2 processes were started and found no accelerator, so each would train alone" in error_of(
+        capsys, "train", make_recipe(tmp_path, 6)
+    )
 
 
 def test_processes_that_cannot_meet_are_refused(tmp_path: Path) -> None:

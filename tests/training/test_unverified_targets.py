@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from errors import error_of
 from safetensors.torch import load_file, save_file
 from server import StatesServer, states_server
-from small_run import error_line as said
 from small_run import losses, make_recipe, read_log
 from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, PreTrainedModel
@@ -108,8 +108,7 @@ def test_they_are_trained_here_from_a_cache_and_from_a_server(
     ("change", "message"), [("data.packing=true", "follows no mask: no packing"), ("objective.on_policy=0.5", "trees of drafts")]
 )
 def test_what_needs_masks_is_refused_in_one_line(change: str, message: str, target: Any, tmp_path: Path, capsys: Any) -> None:
-    assert train([str(target[0] / "recipe.yaml"), f"save.dir={tmp_path}/out", change]) == 2
-    assert message in said(capsys)
+    assert message in error_of(capsys, "train", target[0] / "recipe.yaml", f"save.dir={tmp_path}/out", change)
 
 
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
@@ -123,8 +122,8 @@ def test_an_export_is_verified_without_running_the_backbone(
     assert main(["verify", str(out)]) == 0 and capsys.readouterr().out.startswith("EQUAL: ")
     assert main(["verify", str(folder / "cached")]) == 0  # a checkpoint of Headstart is its own original
     monkeypatch.setenv(VLLM.variable, sys.executable)
-    assert main(["verify", str(out), "--engine", "vllm"]) == 2
-    assert "train and export only" in (line := said(capsys)) and "leave out --engine vllm" in line
+    error = error_of(capsys, "verify", out, "--engine", "vllm")
+    assert "train and export only" in error and "leave out --engine vllm" in error
     file = next(out.glob("*.safetensors"))
     tensors = load_file(file)
     save_file(tensors | {"fc.weight": tensors["fc.weight"].roll(32, 1)}, file, {"format": "pt"})
@@ -144,5 +143,5 @@ def test_recipe_and_plan_say_train_and_export_only(target: Any, tmp_path: Path, 
     assert main(["plan", "--gpus", "1", "--memory", "1.2", "--no-calibration", str(recipe)]) == 0
     out = capsys.readouterr().out
     assert sum("train and export only" in line for line in out.splitlines()) == 1 and "backbone activations" in out
-    assert main([*arguments[:-1], "draft_model", "--out", f"{tmp_path}/draft_model.yaml"]) == 2
-    assert said(capsys).startswith("error: a draft model of type ")
+    error = error_of(capsys, *arguments[:-1], "draft_model", "--out", f"{tmp_path}/draft_model.yaml")
+    assert error.startswith("error: a draft model of type ")

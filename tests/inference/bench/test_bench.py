@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 from chat_templates import talker
+from errors import error_of
 from families import backbone, build, prompts, random_drafter, tiny
 from transformers import GenerationConfig
 
 from headstart.chat.prompts import Prompt, Prompter
-from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench import bench
 from headstart.inference.bench.bench import Plan, Race, compare
@@ -74,8 +74,7 @@ def test_heads_are_measured_alone_and_in_fixed_trees_beside_their_proposers(head
 
 @pytest.mark.parametrize("given", [["--heads", "embedded"], ["--propose", "suffix"]])
 def test_heads_alone_take_heads_and_something_to_leave_out(given, capsys):
-    assert main(["bench", *given, "--prompts", "quickstart:prompts.jsonl", "--include-heads-only"]) == 2
-    error = capsys.readouterr().err
+    error = error_of(capsys, "bench", *given, "--prompts", "quickstart:prompts.jsonl", "--include-heads-only")
     assert error.startswith("error: --include-heads-only measures heads without what --propose, --draft-model or --early-exit adds; give")
 
 

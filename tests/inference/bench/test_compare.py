@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import talker
+from errors import error_of
 from families import prompts, random_drafter
 from recorded import Change, a_logit, a_value, last_places, like_smollm2, register
 from webpage import Reader
@@ -80,9 +81,8 @@ def test_a_system_of_the_same_name_is_not_paired_with_another(tmp_path: Path) ->
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object) -> None:
     paths = write(tmp_path, "a.json", report()), write(tmp_path, "b.json", report(**{key: value}))
-    assert main(["compare", *paths, "--html", str(tmp_path / "page.html")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"cannot be compared: {key} is" in error and str(value) in error
+    error = error_of(capsys, "compare", *paths, "--html", tmp_path / "page.html")
+    assert f"cannot be compared: {key} is" in error and str(value) in error
     assert not (tmp_path / "page.html").exists()
 
 
@@ -90,8 +90,7 @@ def test_other_temperatures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     after = copy.deepcopy(report())
     for row in (*after["baselines"], *after["results"]):
         row["temperature"] = 1.0
-    assert main(["compare", write(tmp_path, "a.json", report()), write(tmp_path, "b.json", after)]) == 2
-    assert "share no temperature" in capsys.readouterr().err
+    assert "share no temperature" in error_of(capsys, "compare", write(tmp_path, "a.json", report()), write(tmp_path, "b.json", after))
 
 
 def run(folder: Path, name: str, backbone: str = "tiny", lr: float = 0.1) -> str:
@@ -108,8 +107,9 @@ def test_training_runs_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["compare", *paths]) == 0
     out = capsys.readouterr().out
     assert all(path in out for path in paths) and "train.lr" in out and "save.dir" not in out
-    assert main(["compare", *paths, "--html", str(tmp_path / "runs.html")]) == 2
-    assert "for the curves of runs, train with log.tensorboard=true or log.wandb" in capsys.readouterr().err
+    assert "for the curves of runs, train with log.tensorboard=true or log.wandb" in error_of(
+        capsys, "compare", *paths, "--html", tmp_path / "runs.html"
+    )
 
 
 def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,9 +121,7 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         ([one, one], "given twice"), ([one, given], "with each other"), ([given, given, given], "with each other"),
         ([given, str(tmp_path / "none.json")], "there is no such file"),
     ):  # fmt: skip
-        assert main(["compare", *paths]) == 2
-        error = capsys.readouterr().err
-        assert expected in error and error.count("\n") == 1
+        assert expected in error_of(capsys, "compare", *paths)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +139,8 @@ def test_a_damaged_report_or_another_file_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict | str, named: str
 ) -> None:
     (tmp_path / "b.json").write_text(changes if isinstance(changes, str) else json.dumps(report(**changes)))
-    assert main(["compare", write(tmp_path, "a.json", report()), str(tmp_path / "b.json")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and (named if isinstance(changes, str) else f"b.json is damaged ({named}") in error
+    error = error_of(capsys, "compare", write(tmp_path, "a.json", report()), tmp_path / "b.json")
+    assert (named if isinstance(changes, str) else f"b.json is damaged ({named}") in error
 
 
 def test_damaged_lines_of_a_log_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def test_decoding_is_timed_from_the_first_token_on(heads, capsys):
 
     def slow(*args, **given):
         ids = given.get("input_ids", args[0] if args else None)
-        time.sleep(0.3 * (ids.shape[1] > 4))
+        time.sleep(0.2 * (ids.shape[1] > 4))
         return forward(*args, **given)
 
     backbone.base.forward = slow
@@ -72,7 +72,7 @@ def test_decoding_is_timed_from_the_first_token_on(heads, capsys):
     assert [row["tokens"] for row in rows] == [6, 6, 6]
     for row in rows:
         spent = 6 / row["tokens_per_second"] - 5 / row["decode_tokens_per_second"]
-        assert 0.3 <= spent < 0.6, row
+        assert 0.2 <= spent < 0.5, row
         assert row["tasks"][""]["decode_tokens_per_second"] == row["decode_tokens_per_second"]
     said = capsys.readouterr().err
     assert all(f"temperature 0: {row.get('head', row.get('name'))}: tau {row['tau']:.2f}, " in said for row in rows)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
+from errors import refusal
 
 from headstart.chat.prompts import Prompter, read_prompts
-from headstart.support.errors import UserError
 
 
 def decoded(path, **arguments) -> list[str]:
@@ -73,9 +73,8 @@ def test_faults_in_files_of_prompts(tmp_path, name, content, message):
     file = tmp_path / name
     if content is not None:
         file.write_text(content)
-    with pytest.raises(UserError) as caught:
-        decoded(file)
-    assert message in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)
+    error = refusal(decoded, file)
+    assert message in error and name in error
 
 
 def rows(path, *contents: dict) -> Path:

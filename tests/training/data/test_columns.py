@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
+from errors import error_of, refuses
 from published import shapes
 from test_regenerate import ask, rows_of, talker, turns  # noqa: F401
 
 from headstart.chat.messages import read_messages
 from headstart.chat.prompts import Prompter, read_prompts
-from headstart.cli.main import main
 from headstart.support.errors import UserError
 from headstart.training.data.data import load_data, sound_rows
 from headstart.training.data.samples import find_column
@@ -64,9 +64,7 @@ def test_text_stays_text_where_the_recipe_says_so_or_it_is_no_conversation() -> 
     ],
 )
 def test_what_is_neither_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        tokens_of([row])
-    assert "\n" not in str(caught.value)
+    refuses(message, tokens_of, [row])
 
 
 def test_the_format_and_the_column_are_not_guessed_from_the_first_row() -> None:
@@ -236,8 +234,7 @@ def test_what_is_no_pair_is_as_before_and_errors_name_both_columns() -> None:
 
 def test_both_ways_to_name_columns_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change = ["data.columns={prompt: a, completion: b}", "data.column=c"]
-    assert main(["inspect", "recipes/quickstart/eagle3.yaml", *change]) == 2
-    assert "data.columns stands in place of data.column" in capsys.readouterr().err
+    assert "data.columns stands in place of data.column" in error_of(capsys, "inspect", "recipes/quickstart/eagle3.yaml", *change)
 
 
 def test_prompts_are_read_alike(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, PHI3, QWEN3, TURNS, VICUNA, chat, make_samples, make_tokenizer
+from errors import refusal
 
 from headstart.chat.messages import read_messages
 from headstart.support.errors import UserError
@@ -156,7 +157,6 @@ def test_no_assistant_turn_anywhere_is_refused():
         ),
         ({"messages": []}, {"column": "turns"}, "x has the columns messages, not turns; set data.column to one it has"),
         ({"text": "a"}, {"format": "messages"}, "x has the columns text, not messages"),
-        ({"messages": "hello"}, {"format": "messages"}, "x, row 1: a conversation is a list of turns, each a mapping; got 'hello'"),
         ({"text": 3}, {"format": "text"}, "x, row 1: plain text expected; got int"),
         ({"messages": [{"role": "user"}, {"text": "x"}]}, {}, "x, row 1, turn 1: a turn has role and content, or from and value; this"),
         ({"messages": [{"from": "human", "value": "x"}]}, {"format": "messages"}, "a turn has role and content; this one has from, value"),
@@ -164,9 +164,7 @@ def test_no_assistant_turn_anywhere_is_refused():
     ],
 )
 def test_wrong_rows_are_named(row, data, message):
-    with pytest.raises(UserError) as caught:
-        make_samples([row], make_tokenizer(CHATML), Data(train="x", **data), source="x")
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in refusal(make_samples, [row], make_tokenizer(CHATML), Data(train="x", **data), source="x")
 
 
 def test_a_column_of_another_name():

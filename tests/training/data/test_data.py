@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
+from errors import refusal
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
@@ -223,16 +224,13 @@ def test_datasets_of_different_columns_are_read_as_each_says(tmp_path: Path) -> 
         ("''", "data.train is a file or the name of a dataset, or a list"),
         ("[{path: a.jsonl, weigth: 1}]", "unknown key data.train[0].weigth; did you mean data.train[0].weight?"),
         ("[{weight: 1}]", "missing key data.train[0].path"),
-        ("[{path: a.jsonl, weight: 0}]", "data.train[0].weight is a number above 0, or null; got 0"),
         ("[{path: a.jsonl, weight: 1}, b.jsonl]", "data.train[1].weight is a number above 0, as other entries"),
         ("[3]", "data.train[0]"),
     ],
 )
 def test_a_mistake_in_a_mix_is_named(tmp_path: Path, train: str, message: str) -> None:
     recipe = make_recipe(tmp_path)
-    with pytest.raises(UserError) as caught:
-        load_recipe(recipe, [f"data.train={train}"])
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in refusal(load_recipe, recipe, [f"data.train={train}"])
 
 
 def test_a_mix_is_written_as_it_was_given(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from chat_templates import CHATML, TURNS, VICUNA, chat, make_samples, make_tokenizer
 from safetensors.torch import save_file
 from small_run import Forked, make_recipe
+from watched import watched
 
 import headstart
 from headstart.cli import main as command
@@ -251,12 +252,11 @@ def test_the_files_used_last_remain(folder: Path, tmp_path: Path, monkeypatch: p
 def test_a_launch_tokenises_once_and_a_fault_ends_every_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, calls = make_recipe(tmp_path, train={"steps": 1}, eval={"prompts": 1}), tmp_path / "calls"
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any) -> None:
         with calls.open("a") as file:
             file.write(f"{os.environ['RANK']}\n")
-        return in_parts(*args)
 
-    monkeypatch.setattr(tokenise, "in_parts", noted)
+    watched(monkeypatch, tokenise, "in_parts", noted)
     log = tmp_path / "log.txt"
     assert Forked(2, [str(recipe), f"save.dir={tmp_path / 'out'}"], log).wait() == 0, log.read_text()[-3000:]
     assert set(calls.read_text().split()) == {"0"} and len(list(folder.iterdir())) == 1

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from errors import refusal
 from pydantic import ValidationError
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -106,38 +107,22 @@ def test_later_overrides_win(write):
         ("eval.zzz=4", "unknown key eval.zzz; known: eval.every, eval.prompts,"),
         ("train.lr=fast", "train.lr is a number above 0 or 'auto'; got 'fast'"),
         ("train.lr=0", "train.lr is a number above 0 or 'auto'; got 0"),
-        ("train.batch_size=null", "train.batch_size is a whole number of at least 1 and at most 1048576; got None"),
-        ("train.batch_size=100000000000", "at most 1048576; got 100000000000"),
         ("train.micro_batch=3", "train.micro_batch divides train.batch_size=8; got 3"),
-        ("train.precision=fp8", "train.precision is one of 'auto', 'no', 'bf16', 'fp16'; got 'fp8'"),
-        ("train.warmup_ratio=3", "train.warmup_ratio is a number of at least 0 and below 1; got 3"),
         ("save.resume=yes", "save.resume is true or false; got 'yes'"),
-        ("log.name=7", "log.name is text, or null; got 7"),
         ("data.train.path=x", "data.train is 'rows.jsonl', with no keys below it"),
-        ("data.max_length=3", "data.max_length is a whole number of at least 4; got 3"),
         ("drafter=medusa", "drafter is a section with keys of its own; got 'medusa'"),
         ("drafter={depth: 3}", "missing key drafter.kind"),
         ("drafter.kind=3", "drafter.kind is text; got 3"),
         ("drafter.kind=medusaa", "unknown drafter 'medusaa'; did you mean 'medusa'?"),
         ("drafter.kind=no.such.module", "no module 'no.such.module' for the drafter"),
         ("drafter.layer=2", "unknown key drafter.layer; did you mean drafter.layers?"),
-        ("drafter.depth=0", "drafter.depth is a whole number of at least 1 and at most 128; got 0"),
         ("drafter={kind: eagle3, taps: [1, x]}", "drafter.taps[1] is a whole number; got 'x'"),
         ("drafter={kind: tests.helpers.dying, dept: 2}", "unknown key drafter.dept; did you mean drafter.depth?"),
         ("save={every: 3}", "missing key save.dir"),
         ("objective.terms={kll: 1}", "objective.terms knows kl, reverse_kl, js, ce, tv, lk_alpha, lk, topk_kl, features; got 'kll'"),
         ("objective.terms={kl: 0}", "objective.terms needs a weight above 0"),
         ("objective.terms={}", "objective.terms needs a weight above 0; got {}"),
-        ("objective.terms.kl=-1", "objective.terms.kl is a number of at least 0; got -1"),
-        ("objective.lk_eta=-1", "objective.lk_eta is a number of at least 0; got -1"),
-        ("objective.top_k=0", "objective.top_k is a whole number of at least 1; got 0"),
-        ("objective.depth_weights=dpace", "objective.depth_weights is one of 'expected', 'geometric'; got 'dpace'"),
-        ("train.ema_decay=0", "train.ema_decay is a number above 0 and below 1, or null; got 0"),
-        ("train.ema_decay=1", "train.ema_decay is a number above 0 and below 1, or null; got 1"),
         ("train={schedule: wsd, warmup_ratio: .1, decay_ratio: .95}", "train.decay_ratio is at most 0.9 beside train.warmup_ratio=0.1"),
-        ("train.decay_ratio=0", "train.decay_ratio is a number above 0 and at most 1; got 0"),
-        ("eval.nodes=0", "eval.nodes is a whole number of at least 1 and at most 4096; got 0"),
-        ("seed=-1", "seed is a whole number of at least 0 and at most 4294967295; got -1"),
         ("seed", "'seed' is not an override; write key=value"),
         ("train..lr=1", "'train..lr=1' is not an override"),
         ("data.limit=", "'data.limit=' gives no value; write data.limit=null"),
@@ -146,9 +131,7 @@ def test_later_overrides_win(write):
     ],
 )
 def test_what_is_wrong_is_named(write, override, message):
-    with pytest.raises(UserError) as caught:
-        load_recipe(write(), [override])
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in refusal(load_recipe, write(), [override])
 
 
 def test_steps_or_epochs(write):
@@ -179,9 +162,8 @@ def test_steps_or_epochs(write):
     ],
 )
 def test_a_broken_file_is_named(write, text, message):
-    with pytest.raises(UserError) as caught:
-        load_recipe(write(text))
-    assert message in str(caught.value) and "recipe.yaml" in str(caught.value) and "\n" not in str(caught.value)
+    error = refusal(load_recipe, write(text))
+    assert message in error and "recipe.yaml" in error
 
 
 def test_a_missing_file_is_named(tmp_path):

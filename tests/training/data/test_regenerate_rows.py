@@ -12,6 +12,7 @@ from server import StatesServer, said, serving, states_server
 from small_run import make_recipe
 from test_endpoint import ask as ask_server  # noqa: F401
 from test_regenerate import ask, dialogues, result, rows_of, talker  # noqa: F401
+from watched import watched
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
@@ -95,13 +96,9 @@ def test_unfinished_answers_of_a_server_are_kept_too(ask_server: Any, tmp_path: 
 
 
 def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(ProposerSource, "most_rows", 4)
-    assert MAX_PROPOSER_ROWS > 8, "those of regenerate.batch_size"
-    drafted: list[int] = []
-    draft = ProposerSource.draft
-    monkeypatch.setattr(ProposerSource, "draft", lambda self, rows, *of: (drafted.append(len(rows.roots)), draft(self, rows, *of))[1])
-    assert ask(dialogues(20), *SAMPLED) == 0
-    assert drafted and max(drafted) <= 4, "they do again for the last rows"
+    drafted = watched(monkeypatch, ProposerSource, "draft", lambda self, rows, *_: len(rows.roots))
+    assert ask(dialogues(20), *SAMPLED, "regenerate.batch_size=20") == 0
+    assert drafted and max(drafted) <= MAX_PROPOSER_ROWS < 20, "they do again for the last rows"
 
 
 def test_several_answers_to_each_row(ask: Any, tmp_path: Path) -> None:  # noqa: F811

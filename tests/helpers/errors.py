@@ -1,0 +1,42 @@
+"""What is said where something is refused: one line."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.support.errors import UserError
+
+NOTED = ("train", "cache", "regenerate", "inspect", "verify")
+"""Commands that say on the way what they have begun with."""
+
+
+def refusal(call: Callable[..., object], *given: object, **named: object) -> str:
+    """The line with which a call is refused."""
+    with pytest.raises(UserError) as caught:
+        call(*given, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def refuses(pattern: str, call: Callable[..., object], *given: object, **named: object) -> str:
+    """The same, which has the pattern."""
+    line = refusal(call, *given, **named)
+    assert re.search(pattern, line), line
+    return line
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The error with which a command ends: all that it says, but for such lines."""
+    capsys.readouterr()
+    try:
+        status = main([*map(str, words)])
+    except SystemExit as ended:  # by argparse
+        status = int(ended.code or 0)
+    assert status == 2
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    (error,) = (line for line in lines if line.startswith(("error", "Traceback")))
+    assert error.startswith("error: ") and (words[0] in NOTED or [error] == lines and not printed.out)
+    return error
