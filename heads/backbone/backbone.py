@@ -24,6 +24,7 @@ from headstart.heads.backbone.hooks import Evaluation, find_dependence, recomput
 from headstart.heads.backbone.images import Images, placeholders
 from headstart.heads.backbone.model_config import cache_argument, say_untested
 from headstart.heads.backbone.tree_attention import EXACT_FROM, additive_mask, repeated_tokens, tree_attention
+from headstart.support.devices import find_accelerator
 from headstart.support.errors import UserError, waiting
 from headstart.support.hub import EMBEDDED, resolve
 
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 
 
 class Backbone:
-    """A frozen causal language model with `embed`, `readout` and `read`, after each of which it is as it was; ``trainable``: its adapter is
-    trained."""
+    """A frozen causal language model with `embed`, `readout` and `read`, which leave it as it was; ``trainable``: its adapter is trained."""
 
     whole = True
     """The layers are in memory."""
@@ -270,7 +270,7 @@ def load_backbone(
     ``trust_remote_code`` allows code from the model's repository. ``dtype``: see `loaded_dtype`. ``attention``: see `Attention`. ``place``
     moves the model from the CPU to the device; by default it is moved whole. Raises UserError; for trees see `refusal`.
     """
-    on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    on = torch.device(device) if device is not None else find_accelerator() or torch.device("cpu")
     config, gguf = model_config.load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)
     source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
     kind = model_config.loaded_dtype(dtype, config, on)

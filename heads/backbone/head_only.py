@@ -23,6 +23,7 @@ from headstart.heads.backbone.hooks import replaced_forward
 from headstart.heads.backbone.model_config import INTEGERS, empty_model, load_config, loaded_dtype, quantizing, rope_switch
 from headstart.heads.backbone.probes import UNTRIED, decoder_of, find_postprocessing, layer_kinds, width_of
 from headstart.heads.backbone.weight_files import WeightFiles
+from headstart.support.devices import find_accelerator
 from headstart.support.errors import UserError
 from headstart.support.hub import reaching, resolve
 
@@ -115,7 +116,7 @@ def load_head_only(
 
     ``dtype`` as for `load_backbone`; int8 and int4 leave these three in the model's dtype. Raises UserError.
     """
-    on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    on = torch.device(device) if device is not None else find_accelerator() or torch.device("cpu")
     if find_gguf(path) is not None:
         raise UserError(f"backbone {path} is a GGUF file, which is loaded whole: give the model's folder or hub id with safetensors")
     config = load_config(path, trust_remote_code=trust_remote_code)

@@ -20,6 +20,11 @@ AS_ACCELERATOR: ContextVar[bool] = ContextVar("the CPU is treated as an accelera
 """Where it is True, as in tests, sizes and kernels on the CPU are chosen as on an accelerator."""
 
 
+def find_accelerator() -> torch.device | None:
+    """The accelerator of this machine; None without one, which torch built for CUDA, as PyPI has it, does not say by itself."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
 def is_accelerator(device: torch.device) -> bool:
     """True unless the device is the CPU."""
     return device.type != "cpu" or AS_ACCELERATOR.get()
@@ -55,9 +60,9 @@ def processor(*fields: str) -> str:
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Within this context, of this thread, no autocast of the caller changes dtypes, on the CPU or an accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = find_accelerator() or torch.device("cpu")
     with ExitStack() as stack:
-        for device in {"cpu", accelerator.type if accelerator is not None else "cpu"}:
+        for device in {"cpu", accelerator.type}:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

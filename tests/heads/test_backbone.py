@@ -13,6 +13,7 @@ from families import FAMILIES, LAYERS, SIZES, backbone, build, texts, tiny
 from plain.base import Target
 from safetensors.torch import load_file, save_file
 from shrink import shrunk
+from structure import ROOT
 from tiny_models import tiny_model
 from transformers import Gemma2PreTrainedModel
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
@@ -21,6 +22,7 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone, load_toke
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.layers.start_values import layer_weights
 from headstart.inference.generate import load
+from headstart.support.devices import find_accelerator
 from headstart.support.errors import UserError
 
 WIDE = SIZES | {"max_position_embeddings": 256}
@@ -257,3 +259,12 @@ def test_states_of_layers_that_are_not_one_for_each_token_are_refused() -> None:
     assert on.read(texts(1, 9)).hidden_BTD.shape == (1, 9, on.dim)
     with pytest.raises(UserError, match=r"XLNetLayer gives states \[9, 1, 32\] for \[1, 9, 32\], so heads cannot read layers"):
         on.read(texts(1, 9), taps=(1,))
+
+
+def test_torch_for_cuda_on_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's torch on Linux: it names an accelerator unless it is asked whether one is there."""
+    built_for = lambda check_available=False: None if check_available else torch.device("cuda")  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for)
+    assert find_accelerator() is None and load_backbone("embedded").device == torch.device("cpu")
+    sources = [path for folder in ("heads", "inference", "training", "headstart") for path in (ROOT / folder).rglob("*.py")]
+    assert [path.name for path in sources if "current_accelerator" in path.read_text()] == ["devices.py"]

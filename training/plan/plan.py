@@ -23,6 +23,7 @@ from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.inference.bench.systems import OtherPrograms
 from headstart.inference.engine.request import device_memory
 from headstart.support.config import MAX_MEMORY_GB
+from headstart.support.devices import find_accelerator
 from headstart.support.errors import UserError, waiting
 from headstart.training.data.data import check_data, load_data, read_images, require_vocabulary
 from headstart.training.data.kept import Splits
@@ -65,7 +66,7 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
         raise UserError(f"--gpus is a whole number of at least 1; got {gpus}")
     if memory is not None and not 0 < memory <= MAX_MEMORY_GB:
         raise UserError(f"--memory is a number of gigabytes above 0 and at most {MAX_MEMORY_GB}; got {memory:g}")
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = find_accelerator()
     if device is None and gpus is not None and memory is None:
         raise UserError(f"--gpus {gpus}: this machine has no accelerator to read the memory of; give it with --memory GB")
     name, total = "accelerator" if gpus is not None else f"CPU with {os.cpu_count()} cores", device_memory(device or torch.device("cpu"))

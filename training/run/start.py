@@ -23,6 +23,7 @@ from headstart.heads.checkpoint import read_metadata, require_sizes
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.heads.warm_start import WarmStart, read_warm_start, require_kind
+from headstart.support.devices import find_accelerator
 from headstart.support.errors import naming
 from headstart.support.terminal import progress
 from headstart.training.data.batches import FORWARD_TOKENS, batches_by_length, collate
@@ -89,7 +90,7 @@ def with_precision(recipe: Recipe) -> Recipe:
     """Return the recipe with ``train.precision: auto`` resolved, before anything is loaded: an `Accelerator` has to be made with it."""
     if recipe.train.precision != AUTO:
         return recipe
-    device = None if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.accelerator.current_accelerator()
+    device = None if parse_flag_from_env("ACCELERATE_USE_CPU") else find_accelerator()
     dtype = dtype_in_training(recipe.backbone, read_config(recipe.backbone), device or torch.device("cpu"))
     return recipe.but({"train": {"precision": autocast_name(recipe.train.precision, dtype)}})
 
