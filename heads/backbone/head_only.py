@@ -137,11 +137,14 @@ def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
     """Return what transformers makes of the names in a checkpoint of this model, as of DeepSeek-V4's; without such a function, nothing."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
+        from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
         return str
-    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    return lambda name: str(rename_source_key(name, renamings, [])[0])
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    several = [one for one in mapping if isinstance(one, WeightConverter) and one.source_patterns == sorted(one.source_patterns)]
+    joined = [one for one in several if all(isinstance(step, Concatenate) and step.dim == 0 for step in one.operations)]
+    return lambda name: str(rename_source_key(name, renamings, joined)[0])
 
 
 def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:

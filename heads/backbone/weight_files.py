@@ -62,9 +62,13 @@ class WeightFiles:
         return {name: path.name for name, path in weight_files(self._folder(["*.json", SINGLE])).items()}
 
     @cached_property
-    def _renamed(self) -> dict[str, str]:
-        """The names in the files of weights outside the layers, by transformers' names."""
-        return {self.rename(key): key for key in self._file_of if not re.search(r"(^|\.)(layers|h|blocks)\.\d", key)}
+    def _renamed(self) -> dict[str, list[str]]:
+        """The names in the files of weights outside the layers, by transformers' names; several of which it joins the rows."""
+        found = dict[str, list[str]]()
+        for key in self._file_of:
+            if not re.search(r"(^|\.)(layers|h|blocks)\.\d", key):
+                found.setdefault(self.rename(key), []).append(key)
+        return found
 
     def _folder(self, files: Sequence[str]) -> Path:
         return find_folder(resolve(self.path), "backbone", files)
@@ -78,7 +82,7 @@ class WeightFiles:
             if wanted in self._file_of:
                 return wanted
             if wanted in self._renamed:
-                return self._renamed[wanted]
+                return self._renamed[wanted][0]
             tail = ".".join(wanted.split(".")[-2:]) if "layers." not in wanted else wanted[wanted.index("layers.") :]
             found = [key for key in self._file_of if f".{key}".endswith(f".{tail}")]
             found = [key for key in found if not OTHER_PARTS.search(key.removesuffix(tail))]
@@ -91,6 +95,8 @@ class WeightFiles:
         key = self.find(name)
         if key is None:
             return None
+        if len(parts := self._renamed.get(name, [])) > 1:  # as the embedding of Molmo2
+            return torch.cat([self._tensor(one) for one in sorted(parts)])
         tensor, stem = self._tensor(key), re.sub(r"weight(_packed)?$", "", key)
         scales = {kind: self._tensor(at) for kind in ("_scale_inv", "_scale", "_scale_2", "_global_scale")
                   if (at := f"{stem}weight{kind}") in self._file_of}  # fmt: skip
