@@ -36,7 +36,7 @@ PROMISED = (
     "olmo-2-1124-7b-instruct granite-3.3-8b-instruct falcon3-7b-instruct gpt2 pythia-1b qwen3.5-4b qwen3.5-9b qwen3.6-27b qwen3.6-35b-a3b "
     "gemma-4-e4b-it gemma-4-12b-it gemma-4-26b-a4b-it gemma-4-31b-it qwen3-4b-instruct-2507 qwen3-4b-thinking-2507 "
     "qwen3-30b-a3b-instruct-2507 qwen3-coder-30b-a3b-instruct qwen3-235b-a22b-instruct-2507 ministral-3-3b-instruct-2512 "
-    "qwen3-vl-8b-instruct "
+    "qwen3-vl-8b-instruct mistral-small-3.2-24b-instruct-2506 "
     "ministral-3-8b-instruct-2512 glm-4.5-air glm-4.7-flash olmo-3-7b-instruct granite-4.1-3b lfm2-1.2b minimax-m2 kimi-k2.5 deepseek-v3.1"
 ).split()
 
