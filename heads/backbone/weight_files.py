@@ -23,20 +23,12 @@ from headstart.support.hub import find_folder, inside, resolve
 from headstart.support.json_text import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of NVFP4 without their sign, which is the highest bit."""
-
-
 GROUP = 16
 """Numbers of NVFP4 that share a factor."""
-
-
 BLOCK = (128, 128)
 """Rows and columns that share a factor, where the configuration does not say."""
-
-
 OTHER_PARTS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|mtp\w*|encoder|layers|h|blocks)\.")
 """Parts of a model whose norms and tables are not those of its language model as a whole."""
 
@@ -64,11 +56,8 @@ class WeightFiles:
     @cached_property
     def _renamed(self) -> dict[str, list[str]]:
         """The names in the files of weights outside the layers, by transformers' names; several of which it joins the rows."""
-        found = dict[str, list[str]]()
-        for key in self._file_of:
-            if not re.search(r"(^|\.)(layers|h|blocks)\.\d", key):
-                found.setdefault(self.rename(key), []).append(key)
-        return found
+        pairs = [(self.rename(key), key) for key in self._file_of if not re.search(r"(^|\.)(layers|h|blocks)\.\d", key)]
+        return {name: [key for other, key in pairs if other == name] for name, _ in pairs}
 
     def _folder(self, files: Sequence[str]) -> Path:
         return find_folder(resolve(self.path), "backbone", files)

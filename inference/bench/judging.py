@@ -164,21 +164,17 @@ def sentence(report: Row) -> str:
 def _fault(report: Row, rows: list[Row]) -> str:
     found = "; ".join(f"{name(row)} {setting(row)} {_wrong(row['teacher_forced'])}" for row in rows)
     captured = any((row["capture"] or {}).get("backend", "off") != "off" for row in rows)
-    off = " If --capture off mends it, a capture is at fault." * captured
-    theirs = [row for row in report["baselines"] if row.get("name") == AR_TRANSFORMERS]
+    off = " If --capture off mends it, a capture is at fault." if captured else ""
+    theirs = any(row["verdict"] == FAULT for row in report["baselines"] if row.get("name") == AR_TRANSFORMERS)
+    same = theirs and all(row["identical_to_transformers"] is not False for row in rows if "head" in row)
+    known = ", nor of drafts: transformers' generate wrote the same, as where its cache keeps a window that passes over a text lack"
     size, beside = report["rounding"]["size"], report["rounding"]["beside"]
     other = (
         f" A token's logits change by up to {beside:.2g} with the tokens beside it in a pass, so drafts change the text." if beside else ""
     )
-    known = "; please report it"
-    if all(row["identical_to_transformers"] for row in rows if "head" in row) and any(row["verdict"] == FAULT for row in theirs):
-        known = (
-            ", nor of drafts: transformers' generate wrote the same. Its passes of single tokens compute other logits here than one"
-            " over the text, as where its cache keeps a window and its passes none"
-        )
     return (
         f"FAULT: {found}. The model's passes of other widths differ by {size:.2g} at most by themselves, so this is no rounding"
-        f"{known}.{other}{off}"
+        f"{known if same else '; please report it'}.{other}{off}"
     )
 
 

@@ -155,8 +155,7 @@ def require_vocabulary(samples: Sequence[Sample], vocab: int) -> None:
     """Raise UserError if a token is outside the backbone's vocabulary of size ``vocab``."""
     largest = max(int(sample.tokens.max()) for sample in samples)
     if largest >= vocab:
-        most = f"the backbone's vocabulary has {vocab} (the smaller of its embedding and its output layer counts)"
-        raise UserError(f"the tokenizer gives token {largest}, but {most}; use the backbone's own")
+        raise UserError(f"the tokenizer gives token {largest}, but the backbone embeds and scores {vocab} alone; use the backbone's own")
 
 
 def hold_out(datasets: Sequence[list[Row]], count: int, source: str) -> tuple[list[list[Row]], list[list[Row]]]:

@@ -248,7 +248,7 @@ def test_a_healthy_run_is_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 def test_a_model_that_differs_from_itself_is_named() -> None:
     on = Backbone(tiny_model("moshi"))  # whose cache keeps a window, and whose passes see everything
     found = compare([("m", SpeculativeModel(on, random_drafter("medusa", on), capture="off"))], [Prompt(prompts([9])[0])], Plan(8))
-    assert found["verdict"] == "fault" and "no rounding, nor of drafts: transformers' generate wrote the same. Its" in sentence(found)
+    assert found["verdict"] == "fault" and "no rounding, nor of drafts: transformers' generate wrote the same, as" in sentence(found)
 
 
 def test_a_tolerance_that_grows_later_holds_for_all() -> None:
