@@ -138,11 +138,14 @@ def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
     """Return what transformers makes of the names in a checkpoint of this model, as of DeepSeek-V4's; without such a function, nothing."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
+        from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
         return str
-    renamings = [renaming for renaming in get_model_conversion_mapping(model) if isinstance(renaming, WeightRenaming)]
-    return lambda name: str(rename_source_key(name, renamings, [])[0])
+    mapping = get_model_conversion_mapping(model)
+    renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+    several = [step for step in mapping if isinstance(step, WeightConverter) and step.source_patterns == sorted(step.source_patterns)]
+    joined = [step for step in several if all(isinstance(part, Concatenate) and part.dim == 0 for part in step.operations)]
+    return lambda name: str(rename_source_key(name, renamings, joined)[0])
 
 
 def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:

@@ -103,12 +103,12 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMi
 
 
 def image_reader(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> ImageReader:
-    """Load what reads images for a model; a tokenizer without a chat template gets the processor's. Raises UserError if there is none."""
+    """Load what reads images for a model; its tokenizer gets the processor's chat template. Raises UserError if there is none."""
     token = placeholders(load_config(path, trust_remote_code=trust_remote_code)).get("image")
     if token is None or find_gguf(path) is not None:
         raise UserError(f"{path} reads no images; leave them out, or give a model that does")
     from headstart.chat.images import ImageReader  # here, since few need it
 
     processor = load_processor(path, trust_remote_code=trust_remote_code)
-    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    tokenizer.chat_template = processor.chat_template or tokenizer.chat_template  # the tokenizer's own may know no images
     return ImageReader(processor, token)

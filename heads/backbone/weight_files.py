@@ -23,20 +23,12 @@ from headstart.support.hub import find_folder, inside, resolve
 from headstart.support.json_text import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of NVFP4 without their sign, which is the highest bit."""
-
-
 GROUP = 16
 """Numbers of NVFP4 that share a factor."""
-
-
 BLOCK = (128, 128)
 """Rows and columns that share a factor, where the configuration does not say."""
-
-
 OTHER_PARTS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|mtp\w*|encoder|layers|h|blocks)\.")
 """Parts of a model whose norms and tables are not those of its language model as a whole."""
 
@@ -62,9 +54,10 @@ class WeightFiles:
         return {name: path.name for name, path in weight_files(self._folder(["*.json", SINGLE])).items()}
 
     @cached_property
-    def _renamed(self) -> dict[str, str]:
-        """The names in the files of weights outside the layers, by transformers' names."""
-        return {self.rename(key): key for key in self._file_of if not re.search(r"(^|\.)(layers|h|blocks)\.\d", key)}
+    def _renamed(self) -> dict[str, list[str]]:
+        """The names in the files of weights outside the layers, by transformers' names; several of which it joins the rows."""
+        pairs = [(self.rename(key), key) for key in self._file_of if not re.search(r"(^|\.)(layers|h|blocks)\.\d", key)]
+        return {name: [key for other, key in pairs if other == name] for name, _ in pairs}
 
     def _folder(self, files: Sequence[str]) -> Path:
         return find_folder(resolve(self.path), "backbone", files)
@@ -78,7 +71,7 @@ class WeightFiles:
             if wanted in self._file_of:
                 return wanted
             if wanted in self._renamed:
-                return self._renamed[wanted]
+                return self._renamed[wanted][0]
             tail = ".".join(wanted.split(".")[-2:]) if "layers." not in wanted else wanted[wanted.index("layers.") :]
             found = [key for key in self._file_of if f".{key}".endswith(f".{tail}")]
             found = [key for key in found if not OTHER_PARTS.search(key.removesuffix(tail))]
@@ -91,6 +84,8 @@ class WeightFiles:
         key = self.find(name)
         if key is None:
             return None
+        if len(parts := self._renamed.get(name, [])) > 1:  # as the embedding of Molmo2
+            return torch.cat([self._tensor(one) for one in sorted(parts)])
         tensor, stem = self._tensor(key), re.sub(r"weight(_packed)?$", "", key)
         scales = {kind: self._tensor(at) for kind in ("_scale_inv", "_scale", "_scale_2", "_global_scale")
                   if (at := f"{stem}weight{kind}") in self._file_of}  # fmt: skip

@@ -36,7 +36,7 @@ def shown(name: str) -> str:
 def read_image(name: str, what: str = "--image") -> tuple[Any, str]:
     """Read an image, as RGB, and hash its file. Raises UserError, which begins with ``what``, for what is missing, remote or no image."""
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise UserError(f"{what} needs Pillow: pip install 'headstart[images]'") from None
     inline = name.startswith("data:")
@@ -45,7 +45,8 @@ def read_image(name: str, what: str = "--image") -> tuple[Any, str]:
     file = None if inline else require_file(what, name)
     try:
         held = base64.b64decode(name.partition("base64,")[2], validate=True) if file is None else file.read_bytes()
-        return Image.open(BytesIO(held)).convert("RGB"), hashlib.sha256(held).hexdigest()
+        # Photographs upright, as transformers' processors read them.
+        return ImageOps.exif_transpose(Image.open(BytesIO(held))).convert("RGB"), hashlib.sha256(held).hexdigest()
     except Exception as error:  # what Pillow raises depends on the format and on the damage
         why = "Pillow knows no such format" if isinstance(error, UnidentifiedImageError) else cause(error)
         raise UserError(f"{what} {shown(name)} cannot be read as an image ({why}); give a PNG or JPEG file") from None
@@ -126,7 +127,7 @@ class ImageReader:
                 found.append(replace(file, place=(own[0], own[-1] + 1)))
             places = places[file.tokens :]
         if places:
-            raise UserError(f"{where} has {len(places)} more tokens of images than its images give; leave them out")
+            raise UserError(f"{where} has {len(places)} more tokens of images than its images give; give parts {{'type': 'image'}} instead")
         return tuple(found)
 
 

@@ -276,7 +276,8 @@ def named(part: dict[str, Any]) -> dict[str, Any]:
     """Return a part that is an image with its name alone, empty where it has none, and any other as it is."""
     if part["type"] not in ("image", "image_url"):
         return part
-    name = next((part[field] for field in ("image", "image_url", "url", "path") if part.get(field) is not None), "")
+    inline = {"url": f"data:image/png;base64,{part['base64']}"} if isinstance(part.get("base64"), str) else ""
+    name = next((part[field] for field in ("image", "image_url", "url", "path") if part.get(field) is not None), inline)
     return {"type": "image", "image": name.get("url") if isinstance(name, dict) else name}
 
 
@@ -291,6 +292,7 @@ def name_images(messages: Sequence[dict[str, Any]], beside: Any, where: str) -> 
     nameless = [part for part in image_parts(messages) if not part["image"]]
     if not isinstance(beside, list) or len(beside) != len(nameless) or not all(isinstance(name, str) for name in beside):
         many = f"{len(nameless)} files or data: URLs, one for each part {{'type': 'image'}} that names none"
-        raise UserError(f"{where}: images are a list of {many}; got {len(beside) if isinstance(beside, list) else type(beside).__name__}")
+        found = f"{len(beside)} {sorted({type(name).__name__ for name in beside})}" if isinstance(beside, list) else type(beside).__name__
+        raise UserError(f"{where}: images are a list of {many}; got {found}; save those that are no names as files")
     for part, name in zip(nameless, beside, strict=True):
         part["image"] = name

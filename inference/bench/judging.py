@@ -26,7 +26,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.images import Images
-from headstart.inference.bench.systems import AR, Beside, HeadstartSystem, System, SystemResult
+from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, Beside, HeadstartSystem, System, SystemResult
 from headstart.inference.engine.inputs import read_images
 from headstart.inference.engine.judge import Judge, Judgement, Text
 from headstart.inference.engine.noise import row_seeds
@@ -165,13 +165,16 @@ def _fault(report: Row, rows: list[Row]) -> str:
     found = "; ".join(f"{name(row)} {setting(row)} {_wrong(row['teacher_forced'])}" for row in rows)
     captured = any((row["capture"] or {}).get("backend", "off") != "off" for row in rows)
     off = " If --capture off mends it, a capture is at fault." if captured else ""
+    theirs = any(row["verdict"] == FAULT for row in report["baselines"] if row.get("name") == AR_TRANSFORMERS)
+    same = theirs and all(row["identical_to_transformers"] is not False for row in rows if "head" in row)
+    known = ", nor of drafts: transformers' generate wrote the same, as where its cache keeps a window that passes over a text lack"
     size, beside = report["rounding"]["size"], report["rounding"]["beside"]
     other = (
         f" A token's logits change by up to {beside:.2g} with the tokens beside it in a pass, so drafts change the text." if beside else ""
     )
     return (
-        f"FAULT: {found}. The model's passes of other widths differ by {size:.2g} at most by themselves, so this is"
-        f" no rounding; please report it.{other}{off}"
+        f"FAULT: {found}. The model's passes of other widths differ by {size:.2g} at most by themselves, so this is no rounding"
+        f"{known if same else '; please report it'}.{other}{off}"
     )
 
 

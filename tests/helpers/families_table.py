@@ -30,8 +30,9 @@ width, depth, vocabulary and context reduced; what an architecture computes is a
 embeddings, sliding windows, soft-capping, experts, partial rotary embeddings, attention sinks, scaled embeddings and logits, hybrid
 layers. From GLM-4 (0414) on the configuration is the default one of `transformers`. The last column names the released model with whose
 published sizes all of it was done again, where a precision is named. None of it says how much faster a real model becomes. No copy of the
-files of Qwen3.5-4B, Qwen3-VL-8B, Gemma-4-12B, GLM-4.7-Flash, Ministral-3 and the Qwen3 of July was at hand: theirs are put together
-from what public converters, tests and notes state of them, that of Qwen3-VL-8B from a smaller model's.
+files of Qwen3.5-4B, Qwen3-VL-8B, Gemma-4-12B, GLM-4.7-Flash, Ministral-3, Mistral-Small-3.2 and the Qwen3 of July was at hand: theirs
+are put together from what public converters, tests and notes state of them, that of Qwen3-VL-8B from a smaller model's, that of
+Mistral-Small-3.2 from transformers' defaults for 3.1 and a copy of its text part.
 
 | column | what is shown, in fp32 on a CPU |
 |---|---|

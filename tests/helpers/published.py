@@ -203,7 +203,7 @@ def _holds(tokens: list[int], labels: list[bool], asked: list[int], written: lis
 
 NONE = ("gpt2", "pythia-1b", "Phi-2", "StarCoder2", "OPT", "Falcon-7B")
 """Models without a chat template."""
-UNTRIED = ("glm-4.7-flash", "granite-4.1-3b", "kimi-k2.5", "qwen3-vl-8b-instruct")
+UNTRIED = ("glm-4.7-flash", "granite-4.1-3b", "kimi-k2.5", "mistral-small-3.2-24b-instruct-2506", "qwen3-vl-8b-instruct")
 """Models whose template has no shape here."""
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "qwen2.5": ("qwen2.5",), "qwen3": ("qwen3",), "qwen3.5": ("qwen3.5",), "qwen3.6": ("qwen3.5",), "qwen3-coder": ("qwen3-coder",),

@@ -125,7 +125,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "Qwen2.5-0.5B-Instruct": ("qwen2.5-7b-instruct",),
     "gemma-3-4b-it": ("gemma-3-4b-it", "gemma-3-12b-it"),
     "gemma-2-2b-it": ("gemma-2-9b-it",),
-    "mistral-7b-instruct-v0.3": ("mistral-7b-instruct-v0.3", "mistral-small-24b-instruct-2501"),
+    "mistral-7b-instruct-v0.3": ("mistral-7b-instruct-v0.3", "mistral-small-24b-instruct-2501", "mistral-small-3.2-24b-instruct-2506"),
     "Phi-4-mini-instruct": ("phi-4",),
     "pythia-70m": ("pythia-1b",),
     "granite-3.3-2b-instruct": ("granite-3.3-8b-instruct", "granite-4.1-3b"),

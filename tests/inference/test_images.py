@@ -15,11 +15,12 @@ from image_models import FAMILIES, IMAGE, LAST, Picture, batch_of, image_backbon
 from PIL import Image
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.image_utils import load_image
 
 from headstart.chat.images import read_image
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.images import load_processor
+from headstart.heads.backbone.images import image_reader, load_processor
 from headstart.inference.capture.capture import warn_once
 from headstart.inference.engine.inputs import read_images
 from headstart.inference.engine.judge import Rounding
@@ -219,6 +220,20 @@ def test_images_that_cannot_be_read(
 ) -> None:
     monkeypatch.chdir(folder)
     assert said in error_of(capsys, "generate", *ARGUMENTS, *given, *([] if given[-1] == "an <image>" else ["What?"]))
+
+
+def test_the_processors_template_counts(folder: Path) -> None:
+    tokenizer = (processor := load_processor(str(folder / "model"))).tokenizer
+    tokenizer.chat_template = "{{ 'of text alone' }}"
+    image_reader(str(folder / "model"), tokenizer)
+    assert tokenizer.chat_template == processor.chat_template and "<boi>" in tokenizer.chat_template
+
+
+def test_photographs_stand_upright(tmp_path: Path) -> None:
+    (turned := Image.Exif())[0x0112] = 6
+    Image.radial_gradient("L").resize((40, 20)).save(tmp_path / "a.jpg", exif=turned)
+    found = read_image(str(tmp_path / "a.jpg"))[0]
+    assert found == load_image(str(tmp_path / "a.jpg")) and found.size == (20, 40)
 
 
 def test_a_model_without_image_settings(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,10 +242,10 @@ def test_what_cannot_be_read_is_said(change: dict[str, Tensor | None], message: 
         load_head_only(changed(tmp_path / "new", change))
 
 
-@pytest.mark.parametrize("kind", ["bart", "cpmant", "inkling_text", "paligemma"])
+@pytest.mark.parametrize("kind", ["bart", "cpmant", "inkling_text", "molmo2", "paligemma"])
 def test_classes_of_other_shapes_train_from_a_cache(kind: str, tmp_path: Path) -> None:
     """Without a norm at the end, so that the last tap is the final state; with states for more than the tokens; with a normed embedding, or
-    one that another class scales.
+    one that another class scales, or that is stored in two parts.
     """
     recipe = str(make_recipe(tmp_path, drafter=DRAFTERS["medusa"], train={"steps": 10}, eval={"prompts": 1}))
     (model := tiny_model(kind)).save_pretrained(tmp_path / "backbone")

@@ -38,7 +38,7 @@ URL = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
             "row 1: images are a list of 1 files or data: URLs, one for each part {'type': 'image'} that names none; got 0",
         ),
         ([question("?")], {"images": ["0.png"]}, "row 1: images are a list of 0 files"),
-        ([question({"type": "image"}, "?")], {"images": [{"bytes": "a"}]}, "images are a list of 1 files"),
+        ([question({"type": "image"}, "?")], {"images": [{"bytes": "a"}]}, "that names none; got 1 ['dict']; save those"),
         ([question("a <boi>", picture("0.png"))], {}, "the prompt has 2 places for images (<boi>), and 1 are given"),
         ([question("a <image>", picture("0.png"))], {}, "row 1 has 1 more tokens of images than its images give"),
         ([question("?"), {"role": "assistant", "content": [picture("0.png")]}], {}, "turn 1: content has a part of type 'image'"),

@@ -16,7 +16,7 @@ from small_run import losses, read_log
 from transformers import AutoModelForImageTextToText
 
 from headstart.chat.images import as_parts
-from headstart.chat.messages import image_parts
+from headstart.chat.messages import image_parts, named
 from headstart.cli.main import main
 from headstart.heads.backbone import images as backbone_images
 from headstart.inference.capture.capture import warn_once
@@ -161,6 +161,10 @@ def test_what_prompts_with_images_are_evaluated_on_is_what_generate_writes(share
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | prompt.images[0].reader.beside(prompt.images, prompt.tokens)
     alone = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, len(prompt.tokens) :].tolist()
     assert found["examples"][0]["tokens"] == token_texts(run.tokenizer, alone)
+
+
+def test_a_part_in_base64_is_a_data_url() -> None:
+    assert named({"type": "image", "base64": "aGk="})["image"] == "data:image/png;base64,aGk="
 
 
 def test_heads_that_have_seen_images_say_nothing(shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

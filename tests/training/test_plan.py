@@ -52,9 +52,10 @@ def planned(small: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-def test_a_model_that_asks_whether_its_numbers_are_numbers(small: Path, tmp_path: Path) -> None:
-    """Gemma 3n takes a threshold from torch's normal distribution, which checks its parameters."""
-    tiny_model("gemma3n_text").save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("kind", ["gemma3n_text", "qwen4_exp_text"])
+def test_a_model_that_asks_for_values(kind: str, small: Path, tmp_path: Path) -> None:
+    """Gemma 3n takes a threshold from torch's normal distribution, which checks its parameters; Qwen4 chooses keys in a loop."""
+    tiny_model(kind).save_pretrained(tmp_path / "model")
     recipe = load_recipe(small, [f"backbone.path={tmp_path / 'model'}", "data.train=not/here"])
     phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(4, 64)).phases
     assert phases[TARGET_FORWARD]["backbone activations"] > 10_000

@@ -60,7 +60,7 @@ def load_for(
     """Load a recipe's data (`load_data`), which the backbone's context and vocabulary must hold. Raises UserError."""
     context = backbone.max_positions or sys.maxsize
     splits = load_data(recipe.data, tokenizer, context, ends=ends, images=images, progress=bar)
-    require_vocabulary([*splits.train, *splits.eval], backbone.vocab)
+    require_vocabulary([*splits.train, *splits.eval], min(backbone.vocab, len(backbone.embed.weight)))
     return splits
 
 
@@ -155,7 +155,7 @@ def require_vocabulary(samples: Sequence[Sample], vocab: int) -> None:
     """Raise UserError if a token is outside the backbone's vocabulary of size ``vocab``."""
     largest = max(int(sample.tokens.max()) for sample in samples)
     if largest >= vocab:
-        raise UserError(f"the tokenizer gives token {largest}, but the backbone's vocabulary has {vocab}; use the backbone's own")
+        raise UserError(f"the tokenizer gives token {largest}, but the backbone embeds and scores {vocab} alone; use the backbone's own")
 
 
 def hold_out(datasets: Sequence[list[Row]], count: int, source: str) -> tuple[list[list[Row]], list[list[Row]]]:

@@ -154,6 +154,9 @@ def _backbone(config: PretrainedConfig, section: sections.Backbone, dtype: torch
     model.tie_weights()
     model.config.name_or_path = resolve(section.path)
     model = model.eval().requires_grad_(False)
+    for module in model.modules():
+        if type(module).__name__.endswith("QSAIndexer"):  # Qwen4's asks in Python, token by token, which keys a token sees
+            module.forward = lambda states_BTD, rotary, mask_B1TT, cache: mask_B1TT.to(torch.bool)
     if not head_only:
         return Backbone(model, trees=False)
     backbone = HeadOnlyBackbone(model)

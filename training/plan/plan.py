@@ -145,7 +145,7 @@ def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
         if not isinstance(error, NoAnswers) and all(names_file(one.path) or Path(one.path).expanduser().exists() for one in data.train):
             raise
         return str(error)
-    require_vocabulary([*splits.train, *splits.eval], models.backbone.vocab)
+    require_vocabulary([*splits.train, *splits.eval], min(models.backbone.vocab, len(models.backbone.embed.weight)))
     return splits
 
 

@@ -13,10 +13,12 @@ from chat_templates import talker
 from errors import error_of
 from families import prompts, random_drafter
 from recorded import Change, a_logit, a_value, last_places, like_smollm2, register
+from tiny_models import tiny_model
 from webpage import Reader
 
 from headstart.chat.prompts import Prompt
 from headstart.cli.main import main
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.compare import Comparison, comparison_page, read_comparison
 from headstart.inference.bench.judging import Entry, sentence
@@ -238,6 +240,12 @@ def test_a_healthy_run_is_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     rows = [*report["results"], *(row for row in report["baselines"] if row["name"] == AR or row["temperature"] == 0)]
     assert len(rows) == 5 and all(row["teacher_forced"]["tokens"] >= LENGTH for row in rows)
     assert [row["teacher_forced"] for row in report["baselines"] if row not in rows] == [None], "transformers' sampling has its own noise"
+
+
+def test_a_model_that_differs_from_itself_is_named() -> None:
+    on = Backbone(tiny_model("moshi"))  # whose cache keeps a window, and whose passes see everything
+    found = compare([("m", SpeculativeModel(on, random_drafter("medusa", on), capture="off"))], [Prompt(prompts([9])[0])], Plan(8))
+    assert found["verdict"] == "fault" and "no rounding, nor of drafts: transformers' generate wrote the same, as" in sentence(found)
 
 
 def test_a_tolerance_that_grows_later_holds_for_all() -> None:

@@ -11,6 +11,7 @@ import torch
 from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
 from errors import refusal
 from small_run import make_recipe, read_log
+from tiny_models import CONFIG_MAPPING, built, small
 
 from headstart.cli.train import main
 from headstart.support.errors import UserError
@@ -130,8 +131,16 @@ def test_the_draft_vocabulary_is_the_most_frequent_learned():
     assert most_frequent(counts_V, 12).tolist() == list(range(12))
     with pytest.raises(UserError, match="between 1 and 12 tokens, as many as the backbone's; got 13"):
         most_frequent(counts_V, 13)
-    with pytest.raises(UserError, match="the tokenizer gives token 9, but the backbone's vocabulary has 9"):
+    with pytest.raises(UserError, match="the tokenizer gives token 9, but the backbone embeds and scores 9 alone"):
         count_labels(samples, 9)
+
+
+def test_tokens_that_the_embedding_lacks_are_named(tmp_path, capsys):
+    """Marian's may have fewer tokens than the output layer, or more."""
+    recipe, fields = make_recipe(tmp_path), {"vocab_size": 256, "decoder_vocab_size": 90, "tie_word_embeddings": False}
+    built(small(CONFIG_MAPPING["marian"]().to_dict()) | fields).save_pretrained(tmp_path / "backbone")
+    assert main([str(recipe)]) == 2
+    assert "token 220, but the backbone embeds and scores 90 alone" in capsys.readouterr().err
 
 
 def test_prompts():
