@@ -200,8 +200,8 @@ def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
     for change in _ladder(tree, machine):
         recipe = parse(Recipe, merged(merged(tree, change), {"backbone": {"path": config}}))
         plan = MemoryPlan(recipe, make_fake_models(recipe, machine.accelerator), machine.accelerator, True, machine.processes)
-        if sum(plan.persistent().values()) > machine.usable:
-            closest = closest or StepMemory({"training": plan.persistent()})
+        if sum(plan.persistent.values()) > machine.usable:
+            closest = closest or StepMemory({"training": plan.persistent})
             continue
         rows = int(tree["train"]["micro_batch"])
         while rows:

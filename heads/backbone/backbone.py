@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Backbone:
-    """A frozen causal language model with `embed`, `readout` and `read`, which leave it as it was; ``trainable``: its adapter is trained."""
+    """A frozen causal language model with `embed`, `readout` and `read`, which leave it as it was. ``trainable``: its adapter is."""
 
     whole = True
     """The layers are in memory."""

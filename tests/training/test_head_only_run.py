@@ -109,7 +109,7 @@ def test_the_plan_counts_no_layers(cached: tuple[Path, list[str]]) -> None:
     found = []
     for changes in (options, []):
         recipe = load_recipe(folder / "recipe.yaml", changes)
-        found.append(MemoryPlan(recipe, make_fake_models(recipe, False), False, False).persistent()["backbone weights"])
+        found.append(MemoryPlan(recipe, make_fake_models(recipe, False), False, False).persistent["backbone weights"])
     assert found[0] == 4 * (2 * 256 + 1) * 16 < found[1] / 2
 
 

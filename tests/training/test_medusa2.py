@@ -146,7 +146,7 @@ def test_a_plan_counts_the_trained_backbone(tmp_path: Path) -> None:
     size = MicroBatch(8, 64)
     frozen, joint = planned("backbone.lora=null"), planned()
     adapter = sum(weight.numel() * 4 for weight in joint.models.backbone.trainable.values())
-    persistent, before = joint.persistent(), frozen.persistent()
+    persistent, before = joint.persistent, frozen.persistent
     assert persistent["optimizer state"] - before["optimizer state"] == 2 * adapter
     assert persistent["weight average"] - before["weight average"] == adapter
     phases = [one.step(size).phases[DRAFT_STEP] for one in (frozen, joint)]

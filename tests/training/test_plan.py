@@ -146,7 +146,7 @@ def test_what_is_written_to_disk(small: Path) -> None:
     machine = find_machine(None, None)
 
     def written(*overrides: str) -> dict[str, Any]:
-        return disk(load_recipe(small, ["drafter.kind=eagle3", *overrides]), models, splits, machine)
+        return disk(MemoryPlan(load_recipe(small, ["drafter.kind=eagle3", *overrides]), models, False, False), splits, machine)
 
     plain = written()
     assert plain["states"] == 3 * (3 * plain["heads"]) > written("train.optimizer=muon")["states"]

@@ -100,7 +100,7 @@ def test_a_step_takes_what_the_plan_says(name: str, small: Path) -> None:
 def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Path) -> None:
     overrides = ["drafter.kind=eagle3", "train.ema_decay=0.9", "train.optimizer=muon", f"save.dir={tmp_path}"]
     recipe = load_recipe(small, overrides)
-    parts = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).persistent()
+    parts = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).persistent
     run = prepare(recipe)
     weights = [weight for weight in run.drafter.parameters() if weight.requires_grad]
     trained = 4 * sum(weight.numel() for weight in weights)
@@ -172,7 +172,7 @@ def test_a_share_of_the_positions_takes_less_memory(small: Path, key: str, kind:
 def test_linear_layers_of_few_bits_take_few(small: Path) -> None:
     """int8: a byte a weight and a scale a row; int4: half a byte, and a scale and a shift for each 128 weights. Embeddings stay whole."""
     plans = [MemoryPlan(r, make_fake_models(r, True), True, False) for r in (load_recipe(small, [f"backbone.dtype={d}"]) for d in DTYPES)]
-    sizes = [plan.persistent()["backbone weights"] for plan in plans]
+    sizes = [plan.persistent["backbone weights"] for plan in plans]
     layers = [module.weight for module in plans[0].models.backbone.layers.modules() if isinstance(module, torch.nn.Linear)]
     count, rows = sum(weight.numel() for weight in layers), sum(map(len, layers))
     size = plans[1].models.backbone.dtype.itemsize

@@ -112,7 +112,7 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
     assert layers and all(local[name] == wholes[name] / (4 if name in layers else 1) for name in wholes)
     planned = MemoryPlan(recipe, make_fake_models(recipe, False), False, False, processes=4)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    assert planned.persistent()["backbone weights"] == 4 * sum(local.values()) + buffers
+    assert planned.persistent["backbone weights"] == 4 * sum(local.values()) + buffers
     layer = sum(wholes[name] for name in layers) // 6
     assert planned.step(MicroBatch(2, 32)).phases[TARGET_FORWARD]["gathered layer"] == 2 * 4 * layer
 

@@ -24,6 +24,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,8 +101,9 @@ class MemoryPlan:
     processes: int = 1
     """Number of processes, over which ``backbone.shard`` shards the backbone's layers."""
 
+    @cached_property
     def persistent(self) -> Parts:
-        """Return the bytes by part that are allocated throughout training."""
+        """The bytes by part that are allocated throughout training."""
         recipes, drafters = self.recipe.per_drafter(), self.models.drafters
         elsewhere = sum(layer - -(-layer // self.processes) for layer in self._sharded_layers())
         return {
@@ -138,7 +140,7 @@ class MemoryPlan:
 
     def step(self, size: MicroBatch) -> StepMemory:
         """Return the memory of a step. Raises UserError for a drafter whose code cannot run on fake tensors."""
-        persistent, gradients = self.persistent(), sum(trained(drafter) for drafter in self.models.drafters.values())
+        persistent, gradients = self.persistent, sum(trained(drafter) for drafter in self.models.drafters.values())
         target_forward, draft_step = self._run(size)
         gathered = {"gathered layer": 2 * max(self._sharded_layers(), default=0)}
         phases = {

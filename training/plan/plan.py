@@ -109,7 +109,7 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None, search: 
             "fits": peak.peak <= machine.usable,
         },
         "fits": _fits(memory_plan, peak, size, machine, models.backbone.max_positions) if search or peak.peak > machine.usable else None,
-        "disk": disk(recipe, models, samples, machine),
+        "disk": disk(memory_plan, samples, machine),
         "tokens": tokens, "chosen": _chosen(recipe, models, tokens),
         "advice": None if samples is None else advice(recipe, drafters, tokens["steps"], tokens["rows"], processes, machine.accelerator),
     }  # fmt: skip
@@ -171,7 +171,7 @@ def _fits(memory_plan: MemoryPlan, peak: StepMemory, size: MicroBatch, machine: 
         return max(sum(phases[phase].values()) for phase in (TARGET_FORWARD, DRAFT_STEP))
 
     at_any_size = (sum(parts.values()) for phase, parts in peak.phases.items() if phase in (OPTIMIZER, CHECKPOINT))
-    none = sum(memory_plan.persistent().values()) if max(at_any_size) <= machine.usable else machine.usable + 1
+    none = sum(memory_plan.persistent.values()) if max(at_any_size) <= machine.usable else machine.usable + 1
     rows = largest(lambda rows: peak_of(rows, size.length), none, size.rows, machine.usable, MAX_ROWS)
     length = largest(lambda length: peak_of(size.rows, max(length, MIN_TOKENS)), none, size.length, machine.usable, context or 2**20)
     length = length if length >= MIN_TOKENS else 0
@@ -198,12 +198,13 @@ def largest(peak_of: Callable[[int], int], at_none: int, start: int, limit: int,
     return max((n for n in peaks if peaks[n] <= limit), default=0)
 
 
-def disk(recipe: Recipe, models: FakeModels, splits: Splits | None, machine: Machine) -> dict[str, Any]:
+def disk(memory: MemoryPlan, splits: Splits | None, machine: Machine) -> dict[str, Any]:
     """Return the bytes a run writes; None where they depend on unavailable data."""
+    recipe, models = memory.recipe, memory.models
     with models.fake_mode():
         heads = sum(bytes_of(list(drafter.tensors().values())) for drafter in models.drafters.values())
         heads += 0 if models.backbone.adapter is None else bytes_of(list(models.backbone.adapter.parameters.values()))
-    optimizer = sum(MemoryPlan(recipe, models, False, False).persistent()[part] for part in ("optimizer state", "weight average"))
+    optimizer = sum(memory.persistent[part] for part in ("optimizer state", "weight average"))
     kept = recipe.save.keep
     sizes: dict[str, Any] = {"heads": heads, "states": (heads + optimizer) * (kept + 1), "kept": kept}
     if recipe.cache.dir is not None:
