@@ -60,6 +60,8 @@ UNUSED = {"context_length", "attention.layer_norm_epsilon"}
 """Keys that llama.cpp needs or writes for models without a table of positions, or with another norm (src/models/gemma3.cpp)."""
 TOKENIZER = re.compile(r"chat_template|huggingface|\.(model|pre|tokens|token_type.*|scores|merges|add_(bos|eos)_token|add_space_prefix)$")
 """What is read of the tokenizer (gguf_tokenizer.py), or says nothing of its ids."""
+TRUE = ("ggml.escape_whitespaces",)
+"""What is true of a tokenizer where it is not stated."""
 LARGE = {"gemma2": 46, "gemma3": 62}
 """Layers of the sizes of Gemma whose queries are scaled by the share of a head, not by its width."""
 
@@ -100,8 +102,7 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
     for key in sorted(metadata, key=lambda key: ".rope." in key):  # shares of a head's width, after the width
         owner, _, name = key.partition(".")
         value = metadata[key] - metadata.get(f"{owner}.nextn_predict_layers", 0) if name == "block_count" else metadata[key]
-        stated = value or name.endswith("escape_whitespaces")  # of all flags the one that is true where it is not stated
-        if owner == "tokenizer" and stated and not name.endswith("_token_id") and not TOKENIZER.search(name):
+        if owner == "tokenizer" and (value or name in TRUE) and not name.endswith("_token_id") and not TOKENIZER.search(name):
             yield f"{key} = {one_line(str(value), 60)}"
         if owner != file.architecture or name in ELSEWHERE or (not value and value is not False):
             continue

@@ -47,7 +47,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         path.parent.mkdir(parents=True)
         path.write_text(content)
     reached = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "0")
-    environment = os.environ | reached | {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    environment = (
+        os.environ | reached | {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(cache), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}"}
+    )
     done = subprocess.run([sys.executable, __file__], env=environment, cwd=cache, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
