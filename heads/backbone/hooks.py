@@ -76,8 +76,8 @@ def hooks(modules: Iterable[nn.Module]) -> list[int]:
 
 def is_foreign(part: nn.Module) -> bool:
     """Whether a module, not what is in it, computes by code that is neither torch's nor transformers'."""
-    kinds = [type(part), *(type(weight) for name, weight in part._parameters.items() if name == "weight" and weight is not None)]
-    known = all(kind.__module__.partition(".")[0] in KNOWN for kind in kinds)
+    weight = part._parameters.get("weight")
+    known = all(type(code).__module__.partition(".")[0] in KNOWN for code in (part, part if weight is None else weight))
     return not known or "forward" in vars(part) or bool(hooks_on(part))
 
 

@@ -67,7 +67,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None
 
 def gone(name: str) -> str:
     """Return what takes the place of a key, command or flag of earlier versions; empty if it never was one."""
-    return next((f"it is gone: {instead}" for gone, instead in GONE.items() if f".{name}".endswith(f".{gone}")), "")
+    return next((f"it is gone: {instead}" for key, instead in GONE.items() if f".{name}".endswith(f".{key}")), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
