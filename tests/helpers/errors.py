@@ -37,6 +37,6 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     assert status == 2
     printed = capsys.readouterr()
     lines = printed.err.splitlines()
-    (error,) = (line for line in lines if line.startswith("error"))  # a server of a test may say on its own that a client has gone
+    (error,) = (line for line in lines if line.startswith(("error", "Traceback")))
     assert error.startswith("error: ") and ({*words[:1]} & {*NOTED} or [error] == lines and not printed.out)
     return error

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -86,6 +87,8 @@ def answering(answer: Callable[[str, dict[str, Any], dict[str, str]], Reply]) ->
             """Silence the request log."""
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    loud = http.handle_error
+    http.handle_error = lambda *by: None if isinstance(sys.exception(), ConnectionError) else loud(*by)  # type: ignore[method-assign]
     with in_thread(http):
         yield f"http://127.0.0.1:{http.server_port}"
 
