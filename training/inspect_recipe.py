@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from markupsafe import Markup
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -41,8 +40,6 @@ LABEL, CONTEXT, SPECIAL = "green", "dim", "reverse"
 BRACKETS = "⟦", "⟧"
 """Marks of label tokens in output without colours."""
 PERCENTILES = (0, 10, 50, 90, 99, 100)
-BINS, BAR_WIDTH = 8, 40
-"""Number of bins of the length histogram, and its width in characters."""
 
 
 def read_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -116,16 +113,12 @@ def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any
 def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
     """Count training rows and samples, and return the distribution of sample lengths."""
     lengths = torch.tensor([len(sample.tokens) for sample in splits.train], dtype=torch.float64)
-    longest = int(lengths.max())
-    edges = [round(i * longest / BINS) for i in range(BINS + 1)]
-    counts = torch.histogram(lengths, torch.tensor(edges, dtype=torch.float64).clamp(min=0) if longest >= BINS else BINS).hist
     statistics: dict[str, Any] = asdict(splits.stats) | {
         "roles": dict(splits.stats.roles),
         "unread": ", ".join(sorted(splits.stats.unread)),
         "label_share": splits.stats.label_tokens / splits.stats.tokens,
         "held_out": len(splits.eval),
         "percentiles": percentiles(lengths),
-        "histogram": [[edges[i], edges[i + 1], int(count)] for i, count in enumerate(counts.tolist())],
         "summary": str(splits.stats),
         "mix": None if splits.mix is None else str(splits.mix),
         "check": None if splits.check is None else splits.check.report(),
@@ -196,9 +189,6 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
         labelled([
             ("data", f"{data['summary']} ({data['label_share']:.1%}); {data['held_out']:,} held out"),
             ("lengths", ", ".join(f"{q} %: {length:,}" for q, length in data["percentiles"].items())),
-        ]),
-        _histogram(data["histogram"]),
-        labelled([
             *([("answers", data["check"]["said"])] if data["check"] else []),
             *([("warning", data["check"]["warning"])] if data["check"] and data["check"]["warning"] else []),
             *([("mix", data["mix"])] if data["mix"] else []),
@@ -216,13 +206,3 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
             ("template", contract["chat_template"] or "none"),
         ]),
     ]  # fmt: skip
-
-
-def _histogram(bins: list[list[int]]) -> Table:
-    most = max(count for _, _, count in bins)
-    table = Table.grid(padding=(0, 1), pad_edge=True)
-    for justify in ("right", "center", "left", "left"):
-        table.add_column(justify=justify)
-    for first, end, count in bins:
-        table.add_row(f"{first:,}", "-", f"{end:,}", f"{'#' * -(-BAR_WIDTH * count // most)} {count:,}")
-    return table

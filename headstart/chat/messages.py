@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.support.errors import UserError
-from headstart.support.json_text import parse_json
+from headstart.support.json_text import parse_json, without_fill
 from headstart.support.text import shortened
 
 TURNS = re.compile(
@@ -34,19 +34,6 @@ def decode_list(value: Any, what: str) -> Any:
     if isinstance(value, list):
         return [_parse(item, what) if isinstance(item, str) and item.strip().startswith("{") else item for item in value]
     return value
-
-
-def without_fill(value: Any, level: int = 0) -> Any:
-    """Return a row of a table without the nulls inside its columns: a table has one struct for all rows, and fills what a row lacks.
-
-    ``level``: mappings around the value. The row's own nulls stay, and a turn's content.
-    """
-    if isinstance(value, list):
-        return [without_fill(part, level) for part in value]
-    if not isinstance(value, dict):
-        return value
-    kept = value if level == 0 else ("content", "value") if level == 1 else ()
-    return {key: without_fill(part, level + 1) for key, part in value.items() if part is not None or key in kept}
 
 
 def _filled(tools: Any) -> bool:
@@ -182,7 +169,7 @@ def _completed(row: Mapping[str, Any], messages: list[Message], where: str, imag
     if not blank and not (messages and messages[0]["role"] == "system"):
         messages = [_checked({"role": "system", "content": system}, f"{where}, column system"), *messages]
     if images:
-        name_images(messages, decode_list(row.get("images") or [], f"{where}, images"), where)
+        name_images(messages, decode_list(row.get("images") or row.get("image") or [], f"{where}, images"), where)
     elif image_parts(messages):
         raise UserError(f"{where}: a turn has an image; train with data.images=true, decode with --image, or leave such rows out")
     return messages, tools
@@ -278,7 +265,7 @@ def named(part: dict[str, Any]) -> dict[str, Any]:
         return part
     inline = {"url": f"data:image/png;base64,{part['base64']}"} if isinstance(part.get("base64"), str) else ""
     name = next((part[field] for field in ("image", "image_url", "url", "path") if part.get(field) is not None), inline)
-    return {"type": "image", "image": name.get("url") if isinstance(name, dict) else name}
+    return {"type": "image", "image": name.get("url", name.get("path")) if isinstance(name, dict) else name}
 
 
 def image_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -287,12 +274,27 @@ def image_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [part for content in held for part in content if part["type"] == "image"]
 
 
+PLACE = "<image>"  # in the texts of LLaVA's rows
+
+
 def name_images(messages: Sequence[dict[str, Any]], beside: Any, where: str) -> None:
-    """Give images without a name the next of ``beside``. Raises UserError for more or fewer."""
+    """Give images without a name the next of ``beside``, a list or one: parts, and `PLACE` in users' texts; where there is neither, the
+    images stand before the first question. Raises UserError for more or fewer.
+    """
+    given = beside if isinstance(beside, list) else [beside]
+    names = [named({"type": "image", "image": name})["image"] for name in given]
+    asked = [message for message in messages if message["role"] == "user"] if names else []
+    for message in asked:
+        if isinstance(text := message["content"], str) and PLACE in text:
+            texts = [[{"type": "text", "text": part}] if part else [] for part in text.split(PLACE)]
+            message["content"] = sum(([{"type": "image", "image": ""}, *part] for part in texts[1:]), texts[0])
+    if asked and not image_parts(messages):
+        text = asked[0]["content"]
+        asked[0]["content"] = [*({"type": "image", "image": ""} for _ in names), {"type": "text", "text": text or ""}]
     nameless = [part for part in image_parts(messages) if not part["image"]]
-    if not isinstance(beside, list) or len(beside) != len(nameless) or not all(isinstance(name, str) for name in beside):
-        many = f"{len(nameless)} files or data: URLs, one for each part {{'type': 'image'}} that names none"
-        found = f"{len(beside)} {sorted({type(name).__name__ for name in beside})}" if isinstance(beside, list) else type(beside).__name__
+    if len(names) != len(nameless) or not all(isinstance(name, str) for name in names):
+        many = f"{len(nameless)} files or data: URLs, one for each part {{'type': 'image'}} or {PLACE} in a user's text"
+        found = f"{len(given)} {sorted({type(name).__name__ for name in given})}"
         raise UserError(f"{where}: images are a list of {many}; got {found}; save those that are no names as files")
-    for part, name in zip(nameless, beside, strict=True):
+    for part, name in zip(nameless, names, strict=True):
         part["image"] = name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import io
 import json
@@ -192,3 +193,19 @@ def open_file(file: Path) -> BinaryIO:
 
         return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd")))
     return cast(BinaryIO, gzip.open(file, "rb") if begin.startswith(b"\x1f\x8b") else file.open("rb"))
+
+
+def without_fill(value: Any, level: int = 0) -> Any:
+    """Return a row of a table without the nulls inside its columns: a table has one struct for all rows, and fills what a row lacks.
+    Pictures become data: URLs.
+
+    ``level``: mappings around the value. The row's own nulls stay, and a turn's content.
+    """
+    if isinstance(value, list):
+        return [without_fill(part, level) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("bytes"), bytes):  # a picture, as `datasets.Image` keeps it
+        return f"data:image/png;base64,{base64.b64encode(value['bytes']).decode()}"
+    kept = value if level == 0 else ("content", "value") if level == 1 else ()
+    return {key: without_fill(part, level + 1) for key, part in value.items() if part is not None or key in kept}

@@ -92,9 +92,8 @@ def test_the_data_in_numbers(recipe: Path, tmp_path: Path, capsys: pytest.Captur
     assert (data["rows"], data["rows_without_assistant"], data["held_out"]) == (9, 1, 2)
     assert data["samples"] == 8 and data["samples_truncated"] > 0 and data["tokens_truncated"] > 0
     assert data["label_share"] == pytest.approx(data["label_tokens"] / data["tokens"]) and 0 < data["label_share"] < 1
-    assert sum(count for _, _, count in data["histogram"]) == data["samples"]
-    assert data["percentiles"]["100"] == 40 == data["histogram"][-1][1] and data["percentiles"]["0"] < 40
-    assert "1 rows without an assistant turn" in out and "samples truncated" in out and "#" in out
+    assert data["percentiles"]["100"] == 40 and data["percentiles"]["0"] < 40
+    assert "1 rows without an assistant turn" in out and "samples truncated" in out
     packed = inspected(tmp_path, recipe, "data.packing=true")["data"]["packed"]
     assert packed["rows"] < 8 and 0 < packed["fill"] <= 1
 

@@ -11,11 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headstart.chat.messages import without_fill
 from headstart.support.errors import UserError, cause
 from headstart.support.files import as_path, file_hash, require_file, value_hash
 from headstart.support.hub import cut_off, reaching
-from headstart.support.json_text import COMPRESSED, LINES, MAX_LINE, Row, open_file, parse_json, read_jsonl
+from headstart.support.json_text import COMPRESSED, LINES, MAX_LINE, Row, open_file, parse_json, read_jsonl, without_fill
 from headstart.support.text import decode, require_characters
 
 TABLES = {".csv": ",", ".tsv": "\t"}

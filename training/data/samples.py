@@ -210,7 +210,7 @@ class Column:
         if self.kind == "text":
             self.text(row, where)
             return columns
-        read = {*BESIDE, *(["images"] if self.data.images else [])}
+        read = {*BESIDE, *(["images", "image"] if self.data.images else [])}
         if self.kind == "pair":
             read |= {*([self.answer] if self.answer else ANSWERS), *(DETAILS if self.name == "instruction" else ())}
         return (columns - read).union(*(unread(message) for message in self.messages(row, where)[0]))
