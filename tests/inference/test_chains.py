@@ -22,8 +22,8 @@ from headstart.inference.policy import Policy
 from headstart.support.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
-MODELS = ("LFM2", "Mamba-2", "BLOOM")
-"""A window of the last tokens beside attention, states alone, and keys and values alone, which are cut."""
+MODELS = ("LFM2", "Mamba-2", "BLOOM", "RWKV")
+"""A window of the last tokens beside attention, states alone, keys and values alone, which are cut, and states outside of a cache."""
 LENGTH = 24
 
 
