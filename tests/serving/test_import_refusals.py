@@ -22,13 +22,6 @@ from headstart.support.errors import UserError
 Folder = tuple[dict[str, Any], Tensors]
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("backbone")
-    tiny("llama").save_pretrained(folder)
-    return folder
-
-
 def changed(made: Folder, config: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Folder:
     """The folder with keys and tensors replaced, or left out where they are None; ``__`` stands for a dot."""
     named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
@@ -93,9 +86,9 @@ CASES: list[tuple[Callable[[], Folder], str]] = [
 
 def refused(folder: Path | str, home: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of an import that exits with status 2 and writes nothing."""
-    error = error_of(capsys, "import", folder, "--backbone", home, "--out", out, "--max-new-tokens", "2")
+    error = error_of(capsys, "import", folder, "--backbone", home / "backbone", "--out", out, "--max-new-tokens", "2")
     assert not out.exists()
-    return error.replace(str(home), "BACKBONE")
+    return error.replace(str(home / "backbone"), "BACKBONE")
 
 
 def test_what_does_not_fit_is_named(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +139,7 @@ def test_damaged_and_hostile_files(home: Path, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "full").mkdir()
     (tmp_path / "full/note").touch()
     assert "exists and is not an empty folder; give a new one" in error_of(
-        capsys, "import", tmp_path / "cut", "--backbone", home, "--out", tmp_path / "full"
+        capsys, "import", tmp_path / "cut", "--backbone", home / "backbone", "--out", tmp_path / "full"
     )
 
 
