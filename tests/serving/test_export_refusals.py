@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_table import with_table
 from exported import DV, KINDS, D, refused
 from families import random_drafter, tiny
 from safetensors.torch import load_file, save_file
+from tables import with_tables
 from torch import Tensor
 
 from headstart.cli.serving import add_export
@@ -109,7 +109,7 @@ def test_heads_that_an_engine_would_compute_otherwise(home: Path, tmp_path: Path
 
 def test_the_table_of_engines_is_that_of_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
-    assert with_table(page) == page, "run python tests/helpers/engine_table.py docs/serving.md"
+    assert with_tables(page) == page, "run python tests/helpers/tables.py docs/serving.md"
 
 
 def test_every_method_has_an_answer_from_every_engine() -> None:
