@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 import transformers
-from families import VOCAB, Noted, left_padded, prompts, tiny
+from families import ROWS, VOCAB, Noted, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import DynamicCache, LogitsProcessorList, MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerFast, StoppingCriteriaList
 
 PAGE = Path(__file__).parents[2] / "docs" / "decode.md"
 YES, SAME, NO = "as in transformers", "accepted, changes no text", "refused"
-ROWS = left_padded(prompts((9, 4, 6)))
 ENDS: dict[str, Any] = {"eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60}
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 BEAMS: dict[str, Any] = {"num_beams": 3}

@@ -9,9 +9,8 @@ import torch
 import transformers
 from arguments import CASES, NO, PAGE, ROWS, SAME, YES, Case, fresh
 from errors import refuses
-from families import backbone, heads, prompts, say, tiny
+from families import ROW, backbone, heads, say, tiny
 from tables import with_tables
-from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 import headstart
@@ -80,11 +79,6 @@ def test_refused_in_one_line_that_names_it(of: SpeculativeModel, case: Case) -> 
 # Options that ``generate`` refuses, each with a line that names it; the model is left unchanged.
 
 
-@pytest.fixture(scope="module")
-def row() -> dict[str, Tensor]:
-    return {"input_ids": prompts((9,))[0][None]}
-
-
 @pytest.mark.parametrize(
     "options,named",
     [
@@ -101,18 +95,18 @@ def row() -> dict[str, Tensor]:
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1, 1]])}, "left"),
     ],
 )
-def test_refusals(row: dict[str, Tensor], options: dict[str, Any], named: str) -> None:
+def test_refusals(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        say(heads("llama", "medusa"), row | options, max_new_tokens=9)
+        say(heads("llama", "medusa"), ROW | options, max_new_tokens=9)
 
 
-def test_more_refusals(row: dict[str, Tensor]) -> None:
+def test_more_refusals() -> None:
     of = heads("llama", "eagle3")
-    ids = row["input_ids"]
+    ids = ROW["input_ids"]
     with pytest.raises(ValueError, match="another model"):
         other = tiny("llama")
         other.generate(ids, custom_generate=of.generate, max_new_tokens=9)
-    assert say(of, row, max_new_tokens=9, past_key_values=DynamicCache()).shape == (1, 18), "an empty cache is no reason to refuse"
+    assert say(of, ROW, max_new_tokens=9, past_key_values=DynamicCache()).shape == (1, 18), "an empty cache is no reason to refuse"
     refuses("a backbone is a loaded model, as .* returns it; got 'some/model'", headstart.load, None, "some/model")
 
 

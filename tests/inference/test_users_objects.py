@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import VOCAB, heads, left_padded, prompts, random_drafter, say, tiny
+from families import ROW, ROWS, VOCAB, heads, random_drafter, say, tiny
 from torch import Tensor
 from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -21,7 +21,6 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
-ROW, ROWS = {"input_ids": prompts((9,))[0][None]}, left_padded(prompts((9, 4, 6)))
 ENDS: dict[str, Any] = {"eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60}
 
 
