@@ -1,7 +1,7 @@
 """What chains bring models whose states do not branch along a tree: random models of published widths and few layers, fp32.
 
-    python benchmarks/chains.py                 # about a minute on one idle core
-    python benchmarks/chains.py --tokens 256
+    python benchmarks/chains.py                 # some ten minutes on one idle core, 8 GB
+    python benchmarks/chains.py --tokens 256 --models LFM2 Mamba2
 
 Their weights are small beside the embeddings, so that a text repeats itself and n-grams are accepted. Prints JSON: for each model and
 temperature seconds with and without drafts and of transformers' `generate` (greedy), passes, tau, and whether the texts are the same; and
@@ -36,6 +36,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 8, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 64, "mamba_d_head": 64,
         "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2, "num_local_experts": 0, "position_embedding_type": None,
     }),
+    "Falcon-H1-0.5B, 2 layers": ("FalconH1", {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+    }),
+    "Nemotron-H-8B, 4 layers": ("NemotronH", {
+        "hidden_size": 4096, "intermediate_size": 21504, "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8,
+        "ssm_state_size": 128,
+    }),
+    "Bamba-9B, 2 layers": ("Bamba", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "attn_layer_indices": [1],
+    }),
+    "Zamba2-1.2B, 3 layers": ("Zamba2", {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "n_mamba_heads": 64, "mamba_d_state": 64, "mamba_ngroups": 1, "num_mem_blocks": 1,
+        "layers_block_type": ["mamba", "mamba", "hybrid"],
+    }),
+    "Mamba2-130M, 4 layers": ("Mamba2", {
+        "hidden_size": 768, "num_hidden_layers": 4, "num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1,
+    }),
+    "RWKV-4-169M, 4 layers": ("Rwkv", {
+        "hidden_size": 768, "attention_hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4,
+    }),
+    "Llama-4-Scout, 2 layers, 2 experts": ("Llama4Text", {
+        "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_hidden_layers": 2, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 2, "num_experts_per_tok": 1,
+    }),
+    "BLOOM-560M, 4 layers": ("Bloom", {"hidden_size": 1024, "n_head": 16, "n_layer": 4}),
+    "MPT-7B, 2 layers": ("Mpt", {"d_model": 4096, "n_heads": 32, "n_layers": 2, "expansion_ratio": 4}),
+    "GPT-Neo-125M, 4 layers": ("GPTNeo", {
+        "hidden_size": 768, "num_heads": 12, "num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 256,
+    }),
     "LFM2-350M, 4 layers": ("Lfm2", {
         "hidden_size": 1024, "intermediate_size": 6656, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
         "layer_types": ["conv", "conv", "full_attention", "conv"],
@@ -63,7 +96,7 @@ def decode(heads: SpeculativeModel, tokens: int) -> Iterator[dict[str, Any]]:
     model = heads.backbone.model
     ids = torch.randint(1, 4000, (1, 12), generator=torch.Generator().manual_seed(0)).repeat(1, 4)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": tokens}
-    for temperature in (0.0, 0.2):
+    for temperature in (0.0, 0.2, 1.0):
         how: dict[str, Any] = {"do_sample": True, "temperature": temperature, "seed": 1} if temperature else {"do_sample": False}
         ours = given | how | {"custom_generate": heads.generate, "return_dict_in_generate": True}
         drafted, with_drafts = timed(lambda ours=ours: model.generate(**ours))
@@ -94,14 +127,16 @@ def passes(backbone: Backbone, rounds: int = 5) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--models", nargs="+", default=[""], metavar="NAME", help="those whose titles begin so (default: all)")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    report = {}
     for title, (name, widths) in MODELS.items():
+        if not title.startswith(tuple(args.models)):
+            continue
         heads = SpeculativeModel(Backbone(build(name, widths)), proposers=made(["suffix", "recycling"]), capture="off")
-        report[title] = {"texts": list(decode(heads, args.tokens)), "milliseconds": passes(heads.backbone)}
-    print(json.dumps(report, indent=1))
+        report = {"texts": list(decode(heads, args.tokens)), "milliseconds": passes(heads.backbone)}
+        print(json.dumps({title: report}), flush=True)
 
 
 if __name__ == "__main__":

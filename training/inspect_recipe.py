@@ -16,12 +16,11 @@ import torch
 from markupsafe import Markup
 from rich.console import RenderableType
 from rich.text import Text
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.images import inline, shown
 from headstart.chat.template import template_hash
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.head_only import final_norm
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.errors import UserError
@@ -138,6 +137,7 @@ def percentiles(lengths: Tensor) -> dict[str, int]:
 def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the properties that the heads depend on, without the weights' fingerprint, since they are not loaded."""
     backbone = models.backbone
+    named: dict[Any, str] = {module: f"{name} ({type(module).__name__})" for name, module in backbone.model.named_modules()}
     return {
         "model_type": backbone.config.model_type,
         "hidden_size": backbone.dim,
@@ -146,25 +146,10 @@ def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerB
         "tokenizer_size": len(tokenizer),
         "context": backbone.max_positions,
         "adapter": recipe.backbone.adapter,
-        "taps": {str(tap): layer_name(backbone, tap) for tap in models.taps},
-        "final_norm": norm_name(backbone),
+        "taps": {str(tap): named[backbone.layers[tap - 1] if tap else backbone.embed] for tap in models.taps},
+        "final_norm": named.get(final_norm(backbone.model)),
         "chat_template": template_hash(chat_settings(recipe.data).template_of(tokenizer)),
     }
-
-
-def layer_name(backbone: Backbone, tap: int) -> str:
-    """Return the name of the module whose output is the tap: the embedding for 0, else decoder layer ``tap - 1``."""
-    return _name(backbone, backbone.embed if tap == 0 else backbone.layers[tap - 1])
-
-
-def norm_name(backbone: Backbone) -> str | None:
-    """Return the name of the final norm, whose output is the final hidden state; None: none can be found."""
-    return None if (norm := final_norm(backbone.model)) is None else _name(backbone, norm)
-
-
-def _name(backbone: Backbone, module: nn.Module) -> str:
-    name = next((name for name, other in backbone.model.named_modules() if other is module), "")
-    return f"{name} ({type(module).__name__})"
 
 
 def vocabulary_coverage(recipe: Recipe, models: FakeModels, splits: Splits) -> dict[str, Any]:

@@ -219,8 +219,11 @@ class Backbone:
         again = recomputed_layers(self.layers, mode) if self.recomputing and differentiable and cache is None else nullcontext()
         with torch.set_grad_enabled(differentiable), mode(), again, tapped(self.layers, taps, (*tokens_BT.shape, self.dim)) as kept:
             given = {"position_ids": positions_BT} if images is None else images.of_text(tokens_BT.shape[1])
-            given |= {self._cache: cache, "use_cache": cache is not None}
+            stated = self._cache == model_config.STATE and cache is not None
+            given |= {self._cache: vars(cache).get(self._cache) if stated else cache, "use_cache": cache is not None}
             out = self.base(input_ids=tokens_BT, attention_mask=mask, **given)
+            if stated:
+                cache.state = out.state
         return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
 
     @contextmanager
@@ -247,13 +250,8 @@ class Backbone:
 
     def contract(self) -> dict[str, Any]:
         """Return the properties that a drafter depends on; its checkpoint stores them, and loading compares them."""
-        return {
-            "model_type": self.config.model_type,
-            "hidden_size": self.dim,
-            "num_hidden_layers": self.num_layers,
-            "vocab_size": self.vocab,
-            "weights": self.fingerprint(),
-        }
+        sizes = {"hidden_size": self.dim, "num_hidden_layers": self.num_layers, "vocab_size": self.vocab}
+        return {"model_type": self.config.model_type, **sizes, "weights": self.fingerprint()}
 
 
 def load_backbone(

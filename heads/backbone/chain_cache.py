@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from headstart.heads.backbone.hooks import is_foreign
+from headstart.heads.backbone.model_config import STATE
 from headstart.support.errors import cause
 
 MOST_PENDING = 8
@@ -32,8 +33,8 @@ def copied(cache: DynamicCache) -> DynamicCache:
     """Return a copy that passes over the other leave as it is."""
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in other.layers:
-        vars(layer).update({name: _states(value) for name, value in vars(layer).items() if isinstance(value, (dict, list))})
+    for part in (other, *other.layers):
+        vars(part).update({name: _states(value) for name, value in vars(part).items() if isinstance(value, (dict, list))})
     return other
 
 
@@ -123,7 +124,7 @@ class ChainRow:
         self.length += count
         if count == len(self._chain):
             self.pending = []
-        elif all(type(layer) is DynamicLayer for layer in self.cache.layers):
+        elif all(type(layer) is DynamicLayer for layer in self.cache.layers) and not hasattr(self.cache, STATE):
             self.pending = []
             for layer in self.cache.layers:
                 if layer.keys is None:  # of Mllama's layers for images, which keep nothing of a text

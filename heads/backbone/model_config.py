@@ -41,6 +41,8 @@ NAMES = ("cache", "past_key_values", "cache_params")
 CACHE = next(name for name in NAMES if name in GenerateDecoderOnlyOutput.__dataclass_fields__)
 """The name of the KV cache in the arguments of ``generate`` and of models, and in what they return: from 5.24 on ``cache``. Mamba-2 has
 its own."""
+STATE = "state"
+"""The name of RWKV's states, which its forward takes and returns; they are kept in a cache without keys."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ logger = logging.getLogger(__name__)
 def cache_argument(model: nn.Module) -> str:
     """Return the name under which the model's forward takes a KV cache: a model of one's own may have that of another version."""
     taken = inspect.signature(model.forward).parameters
-    return next((name for name in NAMES if name in taken), CACHE)
+    return next((name for name in (*NAMES, STATE) if name in taken), CACHE)
 
 
 @cache

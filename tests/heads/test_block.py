@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import backbone, random_drafter, read, texts, tiny
-from test_window import CLOSE
+from test_contract import CLOSE
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, Features

@@ -4,7 +4,6 @@ Shape suffixes: B batch, T positions, K depth, D width, M anchors.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, at_all_positions
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.inference.contract import chain, part
 from headstart.inference.early_exit import EarlyExit
@@ -142,9 +140,6 @@ def test_the_recipe_says_how_deep_is_drafted() -> None:
     on = backbone("shallow")
     assert build_drafter("eagle3", on, {"depth": 2, "draft_depth": 4}).depth == 4
     assert build_drafter("eagle3", on, {"depth": 2}).arguments.get("draft_depth") is None
-    for arguments, message in (({"depth": 2, "draft_depth": 3}, "Medusa cannot draft deeper"), ({"draft_depth": 0}, "drafter.draft_depth")):
-        with pytest.raises(UserError, match=message):
-            build_drafter("medusa", on, arguments)
 
 
 def no_weight_has_a_number_before_it_is_set(kind: str, arguments: dict[str, Any]) -> None:
@@ -153,15 +148,6 @@ def no_weight_has_a_number_before_it_is_set(kind: str, arguments: dict[str, Any]
     assert all(bool(tensor.isnan().all()) for tensor in shapes.values() if tensor.is_floating_point())
     fresh = build_drafter(kind, on, arguments).state_dict()
     assert all(bool(tensor.isfinite().all()) for tensor in fresh.values() if tensor.is_floating_point())
-
-
-def test_a_weight_that_loading_misses_is_named(tmp_path: Path) -> None:
-    """It is then not a number, as one that is none in the file."""
-    drafter = random_drafter("medusa", backbone("shallow"))
-    drafter.get_parameter("heads.1.0.linear.bias").data.fill_(torch.nan)
-    drafter.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"leaves weight heads\.1\.0\.linear\.bias of"):
-        load_drafter(tmp_path, backbone("shallow"))
 
 
 def test_init_from_that_forgets_a_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

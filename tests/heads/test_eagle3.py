@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import backbone, random_drafter, read, texts, tiny
 from shrink import model_of, published, shrink
+from test_contract import CLOSE
 from transformers import AutoConfig, LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
@@ -143,11 +144,6 @@ def test_the_state_fed_back_keeps_its_size() -> None:
     assert fresh(backbone("llama")).engine_config()["norm_output"]
 
 
-def test_a_layer_shape_that_cannot_be_built() -> None:
-    with pytest.raises(UserError, match=r"^drafter\.layer=.* is no shape of a decoder layer of width 32: .*multiple"):
-        build_drafter("eagle3", backbone("llama"), {"layer": {"num_attention_heads": 5}})
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "block", "eagle"])
 def test_a_width_that_is_no_multiple_of_the_attention_heads(kind: str) -> None:
     """As GLM-4.5's: the heads' layer has as many attention heads as fit, since engines read a Llama's configuration."""
@@ -158,9 +154,6 @@ def test_a_width_that_is_no_multiple_of_the_attention_heads(kind: str) -> None:
     stated = shrink(published("glm-4.7-flash")) | {"num_attention_heads": 5, "num_key_value_heads": 5}  # and states no width of a head
     lite = random_drafter(kind, Backbone(model_of({key: stated[key] for key in stated.keys() - {"head_dim"}}))).engine_config()
     assert (lite["num_attention_heads"], lite["num_key_value_heads"], lite["head_dim"]) == (4, 1, 8)
-
-
-CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
 
 def made(on: Backbone, depth: int = 1, **arguments: Any) -> Eagle:

@@ -145,22 +145,10 @@ def test_sampled_text_is_that_of_autoregressive_decoding(manner: str) -> None:
     assert one == plain[3][: len(one)] and not any(plain[3][len(one) :])
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "Mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    "MiniMax": SIZES | {"num_hidden_layers": 2, "layer_types": [L, A], "num_local_experts": 2, "head_dim": 8, "block_size": 8},
-    "Qwen3Next": DENSE | {"layer_types": [L] * 6, "num_experts": 0},
-}
-REFUSALS = {
-    "Mamba": "'recurrent': their state has read every drafted token, .*",
-    "MiniMax": "'linear_attention' .* the gated delta rule of transformers' Qwen3-Next",
-    "Qwen3Next": "'linear_attention' beside no others",
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_recurrences_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name}ForCausalLM has layers of kind {REFUSALS[name]}"):
-        Backbone(build(name, OTHERS[name]))
+def test_the_rule_beside_no_other_layers_is_refused() -> None:
+    """Other recurrences: docs/families.md, by test_families.py."""
+    with pytest.raises(UserError, match="Qwen3NextForCausalLM has layers of kind 'linear_attention' beside no others"):
+        Backbone(build("Qwen3Next", DENSE | {"layer_types": [L] * 6, "num_experts": 0}))
 
 
 def test_what_would_carry_a_state_across_is_refused() -> None:

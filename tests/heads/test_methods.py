@@ -25,7 +25,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"sliding_window": 4}, "drafter.sliding_window is at least drafter.depth=5, the length of a draft; got 4"),
     ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "drafter.fc_norm and drafter.norm_before_fc both norm the taps"),
     ("eagle", {"draft_vocab_size": 9}, "drafter.depth, drafter.draft_depth, drafter.intermediate_size, drafter.feature_noise"),
+    ("eagle3", {"layer": {"num_attention_heads": 5}}, r"^drafter\.layer=.* is no shape of a decoder layer of width 32: .*multiple"),
     ("medusa", {"dept": 3}, "did you mean drafter.depth"),
+    ("medusa", {"draft_depth": 0}, "drafter.draft_depth"),
     (
         "medusa",
         {"taps": [1]},

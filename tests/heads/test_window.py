@@ -12,6 +12,7 @@ import pytest
 import torch
 from errors import error_of, refuses
 from families import VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
+from test_contract import CLOSE
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -28,7 +29,6 @@ from headstart.inference.contract import chain, part, ragged
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
-CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 LIMITS = [(8, 4), (3, 1), (5, 0), (1, 2)]
 each_limit = pytest.mark.parametrize("window,sink", LIMITS)
 

@@ -1,23 +1,31 @@
-"""The last line of defence: whatever leaves a command is one line and a status, and an unforeseen error keeps its traceback in a file."""
+"""What is refused before weights are read; and the last line of defence: whatever leaves a command is one line and a status, and an
+unforeseen error keeps its traceback in a file."""
 
 import errno
+import functools
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from chat_templates import make_tokenizer
 from errors import error_of
-from families import say
+from families import build, say
+from gguf_models import chat_model, write_gguf
 from small_run import make_recipe
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from headstart.cli.main import Guard, main
 from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.support.errors import UserError
+from headstart.serving.engines import nearest as unknown_format
+from headstart.support.errors import UserError, did_you_mean
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -124,3 +132,149 @@ def test_changes_of_a_recipe_stand_before_options_or_after_them(tmp_path: Path, 
         with pytest.raises(SystemExit):
             main([*command, unknown, "train.steps=1"])
         assert f"error: unrecognized arguments: {unknown} (see" in capsys.readouterr().err
+
+
+# What files show is said before weights are read: data, prompts, heads of another model, tokenizers.
+
+OTHER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 192}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backbone with its recipe, and the same model as a GGUF file; heads of a model of another width; prompts."""
+    root = tmp_path_factory.mktemp("house")
+    make_recipe(root)
+    tokenizer = make_tokenizer()
+    build("Llama", OTHER | {"vocab_size": len(tokenizer)}).save_pretrained(root / "other")
+    tokenizer.save_pretrained(root / "other")
+    build_drafter("medusa", load_backbone(str(root / "other"), device="cpu"), {"depth": 2}).save_pretrained(root / "heads")
+    write_gguf(root / "chat.gguf", *chat_model(), kind="Q8_0")
+    (root / "bare").mkdir()
+    shutil.copy(root / "backbone" / "config.json", root / "bare")  # neither weights nor a tokenizer
+    (root / "backbone" / "model.safetensors").unlink()  # whatever reads weights fails otherwise
+    (root / "prompts.jsonl").write_text('{"prompt": "What is two?"}\n')
+    (root / "empty.jsonl").write_text("\n")
+    (root / "broken.jsonl").write_text('{"text": \n')
+    (root / "odd.jsonl").write_text('{"ask": "What?", "say": "Two."}\n')
+    (root / "chats.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]})
+    )
+    return root
+
+
+@pytest.fixture
+def refused(house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must fail without reading weights; return its error."""
+    monkeypatch.chdir(house)
+    return functools.partial(error_of, capsys)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("command", ["train", "cache", "inspect", "plan", "regenerate"])
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("missing.jsonl", "data file missing.jsonl: there is no such file"),
+        ("empty.jsonl", "empty.jsonl holds no rows"),
+        ("broken.jsonl", "broken.jsonl, line 1: not valid JSON"),
+        ("odd.jsonl", "odd.jsonl has the columns ask, say, not "),
+    ],
+)
+def test_data(refused: Callable[..., str], command: str, file: str, message: str) -> None:
+    given = ["cache.dir=features", "regenerate.out=answers.jsonl"]
+    assert message in refused(command, "recipe.yaml", f"data.train={file}", *given)
+    if command in ("train", "cache", "inspect", "plan"):
+        assert message in refused(command, "recipe.yaml", f"data.eval={file}", *given)
+
+
+@pytest.mark.parametrize("command", ["train", "cache", "inspect"])
+def test_a_chat_template_and_a_tokenizer(refused: Callable[..., str], command: str) -> None:
+    assert "has no chat template" in refused(command, "recipe.yaml", "data.train=chats.jsonl", "cache.dir=features")
+    assert refused(command, "recipe.yaml", "backbone.path=bare", "cache.dir=features") == (
+        "error: no tokenizer in 'bare': a tokenizer.json is missing there; save the model's with tokenizer.save_pretrained"
+    )
+
+
+@pytest.mark.parametrize("backbone", ["bare", "chat.gguf"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--heads", "heads", "Hi"], ["chat", "--heads", "heads"],
+        ["bench", "--heads", "heads", "--prompts", "prompts.jsonl"], ["verify", "heads"],
+    ],
+)  # fmt: skip
+def test_heads_of_another_model(refused: Callable[..., str], command: list[str], backbone: str) -> None:
+    line = refused(*command, "--backbone", backbone)
+    assert "heads was trained on " in line and f"this backbone is {backbone} (" in line and "hidden_size 32" in line
+
+
+@pytest.mark.parametrize("backbone", ["backbone", "chat.gguf"])
+def test_heads_to_start_from_and_to_regenerate_with(refused: Callable[..., str], backbone: str) -> None:
+    given = ["recipe.yaml", f"backbone.path={backbone}", "train.precision=no"]
+    assert "drafter.init: heads was trained on " in refused("train", *given, "drafter.init=heads")
+    assert "drafter.init: heads holds medusa heads, this recipe trains eagle3" in refused(
+        "train", *given, "drafter={kind: eagle3, init: heads}"
+    )
+    assert "heads was trained on " in refused("regenerate", *given, "regenerate.heads=heads", "regenerate.out=answers.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["bench", "--propose", "suffix", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
+        (["bench", "--propose", "suffix", "--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
+        (["bench", "--propose", "suffix", "--prompts", "prompts.jsonl", "--assistant", "./nowhere"], "no backbone at './nowhere'"),
+        (["bench", "--propose", "suffix", "--prompts", "broken.jsonl"], "broken.jsonl, line 1: not valid JSON"),
+        (["verify", "other", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
+        (["generate", "--draft-model", "./nowhere", "Hi"], "no backbone at './nowhere'"),
+        (["generate", "--adapter", "other", "Hi"], "other lacks adapter_config.json"),
+        (["chat", "--json-schema", "broken.jsonl"], "broken.jsonl: not valid JSON"),
+    ],
+)
+def test_other_files(refused: Callable[..., str], given: list[str], message: str) -> None:
+    assert message in refused(*given, "--backbone", "backbone")
+
+
+def test_data_of_a_new_recipe(refused: Callable[..., str]) -> None:
+    assert "data file missing.jsonl: there is no such file" in refused("new-recipe", "./nowhere", "--data", "missing.jsonl")
+
+
+# What earlier versions had is refused in one line that says what takes its place; of other unknown names the likely one is offered.
+
+RECIPE = "recipes/quickstart/eagle3.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", RECIPE, "drafter.lora.rank=4"], "unknown key drafter.lora; it is gone: heads are trained whole, from drafter.init"),
+        (["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"], "cache.teacher; it is gone: a cache holds the final hidden states"),
+        (["tune", "--heads", "heads"], "; it is gone: decoding times this machine in its first steps"),
+        (
+            ["export", "--heads", "heads", "--to", "vllm", "--out", "out", "--quantize", "int8"],
+            "; it is gone: engines' own tools quantise heads",
+        ),
+        (["verify", "served", "--features", "cache"], "; it is gone: the folder's drafts are compared with those that its export stored"),
+        (["bench", "--prompts", "p.jsonl", "--draft-sink=3"], "arguments: --draft-sink=3; it is gone: say --num-sink-tokens"),
+    ],
+)
+def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in error_of(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["generate", "--backbone", "embedded", "--propose", "sufix"], "did you mean 'suffix'? choose from suffix, recycling"),
+        (["trian", "recipe.yaml"], "did you mean 'train'? choose from train, new-recipe"),
+        (["generate", "--backbone", "embedded", "--propose", "grammar"], "invalid choice: 'grammar' (choose from 'suffix'"),
+    ],
+)
+def test_choices_of_the_command_line(words: list[str], offered: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert offered in error_of(capsys, *words)
+
+
+def test_a_name_that_is_not_alike_is_not_offered() -> None:
+    formats = ["vllm", "sglang", "transformers"]
+    assert "did you mean 'vllm'" in str(unknown_format("vlm", formats)) and "did you mean" not in str(unknown_format("ollama", formats))
+    assert did_you_mean("medsua", ["medusa", "mlp"]) == "did you mean 'medusa'? " and did_you_mean("mpt2", ["mtp", "mlp"]) == ""

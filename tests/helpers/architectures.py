@@ -78,6 +78,7 @@ CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Nemotron-H": ("NemotronH", {}),
     "Mamba-2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2}),
+    "RWKV": ("Rwkv", {"attention_hidden_size": 32}),
     "Llama-4": ("Llama4Text", {}),
     "DeepSeek-V3.2, GLM-5": ("GlmMoeDsa", {}),
     "DeepSeek-V4": ("DeepseekV4", {"head_dim": 16, "qk_rope_head_dim": 2}),
@@ -102,7 +103,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "Jamba": ("Jamba", {}),
     "Mamba": ("Mamba", {}),
     "RecurrentGemma": ("RecurrentGemma", {}),
-    "RWKV": ("Rwkv", {"attention_hidden_size": 32}),
 }
 """The same for architectures that can verify neither."""
 

@@ -1,12 +1,10 @@
 # ruff: noqa: E501
 """What heads make of every argument of transformers' ``generate`` and of every field of its generation config.
 
-`test_arguments.py` holds it; run as a script, this writes the table of docs/decode.md.
+`test_arguments.py` holds it; ``python tests/helpers/tables.py docs/decode.md`` writes the table of that page.
 """
 
-import re
 import string
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -14,14 +12,12 @@ from typing import Any
 
 import torch
 import transformers
-from families import VOCAB, Noted, left_padded, prompts, tiny
+from families import ROWS, VOCAB, Noted, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import DynamicCache, LogitsProcessorList, MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerFast, StoppingCriteriaList
 
 PAGE = Path(__file__).parents[2] / "docs" / "decode.md"
-START, END = "<!-- table: arguments -->", "<!-- end of table -->"
 YES, SAME, NO = "as in transformers", "accepted, changes no text", "refused"
-ROWS = left_padded(prompts((9, 4, 6)))
 ENDS: dict[str, Any] = {"eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60}
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 BEAMS: dict[str, Any] = {"num_beams": 3}
@@ -152,12 +148,3 @@ def table() -> str:
         names = ", ".join(f"`{one.name}`" for one in group)
         lines.append(f"| {names} | {verdict}{': ' + note if note else ''} |")
     return "\n".join(lines)
-
-
-def written(page: str) -> str:
-    change: Callable[[re.Match[str]], str] = lambda _: f"{START}\n{table()}\n{END}"  # noqa: E731
-    return re.sub(f"{START}.*?{END}", change, page, flags=re.S)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))

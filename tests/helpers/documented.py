@@ -27,7 +27,7 @@ NOT_RUN = {
     "--bench report.json": "uploads; tests/serving/test_push.py",
     "--engine vllm": "needs vLLM; make test-engines",
     "headstart import": "downloads; tests/serving/test_import.py imports every layout",
-    "someone/": "downloads; tests/serving/test_verify_ties.py",
+    "someone/": "downloads; tests/serving/test_engine_processes.py",
     "--heads smollm2": "downloads; tests/real/test_shipped_heads.py",
     "my_head": "in order: tests/headstart/test_own_head.py",
 }

@@ -33,6 +33,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp": ("mtp", {"depth": 2}),
     "draft_model": ("draft_model", {"layers": 2}),
     "pard": ("draft_model", {"layers": 2, "parallel": True, "depth": 3}),
+    "eagle3-norms": ("eagle3", {"layers": 2, "depth": 2, "norm_before_residual": True, "norm_before_fc": True, "qk_norm": True}),
+    "dflash2-causal": ("block", {"depth": 3, "correction": "selector", "convolution": True, "causal": True}),
+    "dspark-causal": ("block", {"depth": 3, "causal": True}),
+    "mtp-own": ("mtp", {"shared": False}),
 }
 
 

@@ -112,6 +112,10 @@ def left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+ROW, ROWS = {"input_ids": prompts((9,))[0][None]}, left_padded(prompts((9, 4, 6)))
+"""A prompt, and a batch of three."""
+
+
 def read(on: Backbone, tokens_BT: Tensor, drafter: Drafter) -> Features:
     return on.read(tokens_BT, taps=drafter.taps)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import tokenizer
-from families import DRAFTERS, FAMILIES, VOCAB, backbone, heads, left_padded, prompts, random_drafter, say, texts, tiny
+from families import DRAFTERS, FAMILIES, ROW, VOCAB, backbone, heads, left_padded, prompts, random_drafter, say, texts, tiny
 from test_generate import After, own
 from torch import Tensor
 from transformers import StoppingCriteriaList
@@ -76,16 +76,12 @@ def same(of: SpeculativeModel, rows: dict[str, Tensor], ours: dict[str, Any] | N
     return out
 
 
-def row() -> dict[str, Tensor]:
-    return {"input_ids": prompts((9,))[0][None]}
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [*DRAFTERS, "knowing", "none"])
 @pytest.mark.parametrize("beams", [2, 3, 5])
 def test_drafters_and_numbers_of_beams(kind: str, beams: int) -> None:
     of = drafting("shallow", kind)
-    for rows, tree in ((row(), WIDE), (left_padded(prompts((9, 1, 6))), TreeShape(5 * beams, 3)), (row(), "auto")):
+    for rows, tree in ((ROW, WIDE), (left_padded(prompts((9, 1, 6))), TreeShape(5 * beams, 3)), (ROW, "auto")):
         out = same(of, rows, {"tree": tree}, num_beams=beams)
         assert out.passes <= 9 and out.tau >= 1 and all(sum(runs) == 9 for runs in out.accept_lengths)
 
@@ -100,10 +96,10 @@ def test_families(family: str) -> None:
 @pytest.mark.parametrize("beams", [2, 3, 5])
 def test_a_drafter_that_knows_needs_fewer_passes(beams: int) -> None:
     of, options = drafting("shallow", "knowing"), {"num_beams": beams, "max_new_tokens": 17}
-    out = same(of, row(), {"tree": TreeShape(12 * beams, 8)}, **options)
+    out = same(of, ROW, {"tree": TreeShape(12 * beams, 8)}, **options)
     assert out.passes <= 6 and out.tau == 16 / out.passes and max(out.accept_lengths[0]) == 4
     assert all(beams < nodes <= 12 * beams for nodes in out.nodes[:-1])
-    plain = same(of, row(), {"speculate": False}, **options)
+    plain = same(of, ROW, {"speculate": False}, **options)
     assert plain.passes == 16 and plain.tau == 1 and set(plain.nodes) == {beams}
 
 
@@ -145,17 +141,17 @@ class Ends(After):
 
 def test_criteria_are_asked_once_a_step() -> None:
     criterion = After(17)
-    same(drafting("shallow", "knowing"), row(), num_beams=3, stopping_criteria=StoppingCriteriaList([criterion]))
+    same(drafting("shallow", "knowing"), ROW, num_beams=3, stopping_criteria=StoppingCriteriaList([criterion]))
     assert criterion.seen == 2 * list(range(10, 18)), "by transformers and by us"
 
 
 def test_stop_strings() -> None:
-    same(drafting("shallow", "knowing"), row(), num_beams=3, stop_strings=["a", "k", "Z", "7"], tokenizer=tokenizer())
+    same(drafting("shallow", "knowing"), ROW, num_beams=3, stop_strings=["a", "k", "Z", "7"], tokenizer=tokenizer())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_short_texts(count: int) -> None:
-    out = same(drafting("shallow", "knowing"), row(), num_beams=3, max_new_tokens=count)
+    out = same(drafting("shallow", "knowing"), ROW, num_beams=3, max_new_tokens=count)
     assert out.sequences.shape == (1, 9 + count) and out.passes <= count - 1
     assert out.tau == ((count - 1) / out.passes if out.passes else 1.0)
 
@@ -181,16 +177,16 @@ def test_processors_that_know_the_prompt() -> None:
     of = drafting("shallow", "knowing")
     for few in (2, 5, 40):  # also fewer than there are beams
         allow = lambda b, ids, few=few: [(int(ids[-1]) * 7 + i) % VOCAB for i in range(few)]  # noqa: E731
-        same(of, row(), num_beams=3, prefix_allowed_tokens_fn=allow)
-        same(of, row(), num_beams=3, prefix_allowed_tokens_fn=headstart.stateless(allow))
-    same(of, row(), num_beams=3, encoder_no_repeat_ngram_size=1)
+        same(of, ROW, num_beams=3, prefix_allowed_tokens_fn=allow)
+        same(of, ROW, num_beams=3, prefix_allowed_tokens_fn=headstart.stateless(allow))
+    same(of, ROW, num_beams=3, encoder_no_repeat_ngram_size=1)
     same(of, left_padded(prompts((9, 4))), num_beams=3, encoder_repetition_penalty=1.3, encoder_no_repeat_ngram_size=2)
     four = lambda b, ids: [4]  # noqa: E731
-    same(of, row(), num_beams=2, prefix_allowed_tokens_fn=four, bad_words_ids=[[4]])  # transformers then allows it nevertheless
+    same(of, ROW, num_beams=2, prefix_allowed_tokens_fn=four, bad_words_ids=[[4]])  # transformers then allows it nevertheless
     with pytest.raises(UserError, match="rule out every token"):
-        say(of, row(), num_beams=2, max_new_tokens=5, prefix_allowed_tokens_fn=four, suppress_tokens=[4])
+        say(of, ROW, num_beams=2, max_new_tokens=5, prefix_allowed_tokens_fn=four, suppress_tokens=[4])
     with pytest.raises(ValueError, match="empty list"):
-        say(of, row(), num_beams=2, max_new_tokens=5, prefix_allowed_tokens_fn=lambda b, ids: [])
+        say(of, ROW, num_beams=2, max_new_tokens=5, prefix_allowed_tokens_fn=lambda b, ids: [])
 
 
 def test_scores_and_logits() -> None:
@@ -242,7 +238,7 @@ def test_draft_models_and_early_exits() -> None:
     """A draft model that is always right, and an early exit that drafts on the backbone's own cache, which beams share."""
     on = backbone("llama")
     for drafter, drafts in ((DraftModel.of(on, tiny("llama"), depth=3), True), (EarlyExit(on, layers=3), False)):
-        for rows, new in ((row(), 14), (left_padded(prompts((62, 9))), 8)):
+        for rows, new in ((ROW, 14), (left_padded(prompts((62, 9))), 8)):
             out = same(SpeculativeModel(on, drafter), rows, {"tree": TreeShape(40, 8)}, num_beams=3, max_new_tokens=new)
             assert out.passes < new - 3 if drafts else out.nodes == [3] * (new - 1)
 
@@ -263,4 +259,4 @@ def test_recurrent_layers_are_refused() -> None:
     hybrid = copy.copy(backbone("shallow"))
     hybrid.recurrent = "layers"
     with pytest.raises(UserError, match="recurrent layers of LlamaForCausalLM"):
-        say(SpeculativeModel(hybrid), row(), num_beams=3, max_new_tokens=5)
+        say(SpeculativeModel(hybrid), ROW, num_beams=3, max_new_tokens=5)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import CHAINS, of_transformers, refused
+from architectures import CHAINS, of_transformers
 from families import Scripted, left_padded, prompts, say, unpadded
 from torch import Tensor
 
@@ -22,8 +22,8 @@ from headstart.inference.policy import Policy
 from headstart.support.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
-MODELS = ("LFM2", "Mamba-2", "BLOOM")
-"""A window of the last tokens beside attention, states alone, and keys and values alone, which are cut."""
+MODELS = ("LFM2", "Mamba-2", "BLOOM", "RWKV")
+"""A window of the last tokens beside attention, states alone, keys and values alone, which are cut, and states outside of a cache."""
 LENGTH = 24
 
 
@@ -131,16 +131,6 @@ def test_what_needs_trees_is_refused_in_one_line() -> None:
         say(SpeculativeModel(on, capture="off"), row, max_new_tokens=4, num_beams=2)
     with pytest.raises(UserError, match="EarlyExit drafts in the model's KV cache; Lfm2ForCausalLM.*leave it out"):
         SpeculativeModel(on, proposers=[EarlyExit(on, layers=2)])
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("Mamba", "does not go on from the state before it"), ("MiniMax-01", "nor does it go on from a copied cache")]
-)
-def test_what_reads_no_chains_says_why(name: str, reason: str) -> None:
-    [architecture] = [one for one in refused() if one.name == name]
-    with pytest.raises(UserError, match=reason) as error:
-        Backbone(architecture.model())
-    assert str(error.value).endswith("; train and export only, engines decode with the heads") and "\n" not in str(error.value)
 
 
 def test_single_tokens_that_are_computed_otherwise_are_found() -> None:

@@ -148,6 +148,12 @@ def test_few_sizes_occur_on_an_accelerator() -> None:
     assert {padded_rows(rows) for rows in range(1, 257)} == {1, 2, 4, 8, 16, 32, 64, 128, 192, 256}
 
 
+class OnTheCpu(CudaGraph):
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return None
+
+
 class FakeCuda:
     """What recording asks of `torch.cuda`: streams by thread, graphs in pools that end with their last graph. ``fail``: where it fails."""
 
@@ -193,7 +199,7 @@ class FakeCuda:
         names |= {"current_stream": self.current, "set_stream": lambda stream: setattr(outer.local, "stream", stream)}
         names["device"] = lambda device: within(self.current())
         patch.setattr(cuda_graph.torch, "cuda", SimpleNamespace(**names))
-        patch.setattr(CudaGraph, "unavailable", classmethod(lambda cls, device: None))
+        patch.setitem(BACKENDS, "cuda-graph", lambda: OnTheCpu)
 
     def current(self) -> Any:
         return getattr(self.local, "stream", None) or SimpleNamespace(wait_stream=lambda other: None)
@@ -248,11 +254,7 @@ def test_a_graph_that_gives_other_results_is_not_used(monkeypatch: pytest.Monkey
 class Deaf(AtFixedAddresses):
     """Replays do nothing."""
 
-    name = "cuda-graph"
-
-    @classmethod
-    def unavailable(cls, device: torch.device) -> str | None:
-        return None
+    name, unavailable = "cuda-graph", OnTheCpu.unavailable
 
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         return work(), lambda: None

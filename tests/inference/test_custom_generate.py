@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from errors import refuses
-from families import LAYERS, Noted, heads, in_training, left_padded, prompts, random_drafter, say, state, tiny
+from families import LAYERS, ROW, ROWS, Noted, heads, in_training, left_padded, prompts, random_drafter, say, state, tiny
 from huggingface_hub import constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -28,7 +28,6 @@ from headstart.inference.proposers import NAMES
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
-ROWS = left_padded(prompts((9, 4, 6)))
 LENGTH = 12
 
 
@@ -60,11 +59,10 @@ def test_it_writes_what_the_model_writes_alone(model: PreTrainedModel, folders: 
     out = carried(model, folder, return_dict_in_generate=True, tree=TreeShape(8, 3), **sampled)
     assert isinstance(out, GenerateOutput) and out.nodes is not None and max(out.nodes) == 8
     assert torch.equal(out.sequences, carried(model, folder, speculate=False, **sampled))
-    one = {"input_ids": prompts((9,))[0][None]}
-    alone = model.generate(**one, max_new_tokens=LENGTH, do_sample=False)
+    alone = model.generate(**ROW, max_new_tokens=LENGTH, do_sample=False)
     eos = int(alone[0, 13])
-    stopped = carried(model, folder, one, eos_token_id=eos, streamer=(noted := Noted()))
-    assert torch.equal(stopped, model.generate(**one, max_new_tokens=LENGTH, do_sample=False, eos_token_id=eos))
+    stopped = carried(model, folder, ROW, eos_token_id=eos, streamer=(noted := Noted()))
+    assert torch.equal(stopped, model.generate(**ROW, max_new_tokens=LENGTH, do_sample=False, eos_token_id=eos))
     assert torch.equal(torch.cat([part.flatten() for part in noted.got]), stopped[0]) and noted.ended == 1
     with pytest.raises(UserError, match="tree is 'auto' or a TreeShape"):
         carried(model, folder, tree=3)

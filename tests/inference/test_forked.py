@@ -1,16 +1,26 @@
-"""Logits processors whose state forks along trees: the text of plain decoding, with drafts, and the tokens that they force."""
+"""Logits processors whose state forks along trees, those of grammars among them: the text of plain decoding, and tokens they force."""
 
+import json
 import math
+import re
+import string
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, Scripted, backbone, heads, left_padded, prompts, say, unpadded
+from errors import error_of, refuses
+from families import VOCAB, Scripted, backbone, heads, left_padded, prompts, say, tiny, unpadded
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
+import headstart
+from headstart.cli.main import main
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
 
 ROW, ROWS = left_padded(prompts((9,))), left_padded(prompts((9, 4, 6)))
 LENGTH = 24
@@ -146,18 +156,129 @@ def test_forced_tokens_are_drafted_without_any_heads(options: dict[str, Any]) ->
     assert say(of, ROW, max_new_tokens=5, return_dict_in_generate=True).tau == 1, "the next call is without"
 
 
-def test_beams_call_it_in_order() -> None:
-    class Stepping(LogitsProcessor):
-        def __init__(self) -> None:
-            self.step = 0
+# Text of a JSON schema or a regular expression: that of plain constrained decoding, with drafts, in batches and sampled.
 
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            self.step += 1
-            return scores + torch.arange(VOCAB).roll(self.step) % 5
+END = VOCAB - 1
+HOW: dict[str, Any] = {"max_new_tokens": 70, "eos_token_id": END, "pad_token_id": 0}
+PIECES = ['"n', "am", "ame", '"a', "ge", '":', '",', ',"', '{"', '"}', "an", "na", "bo", "ob", "  "]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["anna", "bob", "carol"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+GRAMMARS: dict[str, dict[str, Any]] = {"schema": {"json_schema": SCHEMA}, "regex": {"regex": r"(ab?|[c-f]{2,3}){4}[0-9]{1,9}(yes|no)?"}}
 
-        def rollback(self, n: int) -> None:
-            raise AssertionError("beams are no tree of one row")
 
-    how = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3}
-    truth = backbone("shallow").model.generate(**ROW, **how, logits_processor=LogitsProcessorList([Stepping()]))
-    assert torch.equal(say(heads("shallow", "eagle3", "off"), ROW, **how, logits_processor=LogitsProcessorList([Stepping()])), truth)
+def tokenizer(end: str | None = "</s>") -> PreTrainedTokenizerFast:
+    """Letters, digits and punctuation, some pairs of them, and an end token: as many as the small models have."""
+    letters = ["Ġ", *'{}[]":,-', *string.digits, *string.ascii_lowercase]
+    pieces = [piece.replace(" ", "Ġ") for piece in PIECES]
+    vocab = {piece: number for number, piece in enumerate([*letters, *pieces])}
+    merges = [(piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece)) if {piece[:cut], piece[cut:]} <= {*vocab}]
+    made = Tokenizer(models.BPE(vocab, merges))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    made.add_special_tokens(["</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end)
+
+
+def given(kind: str) -> LogitsProcessorList:
+    return LogitsProcessorList([headstart.grammar(tokenizer(), **GRAMMARS[kind])])
+
+
+def fits(kind: str, text: str) -> bool:
+    if kind == "regex":
+        return re.fullmatch(GRAMMARS[kind]["regex"], text) is not None
+    row = json.loads(text)
+    return set(row) == {"name", "age"} and row["name"] in SCHEMA["properties"]["name"]["enum"] and 0 <= row["age"] <= 99  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize("rows", [ROW, ROWS], ids=["row", "batch"])
+def test_text_is_that_of_plain_constrained_decoding(kind: str, rows: dict[str, torch.Tensor]) -> None:
+    truth = backbone("shallow").model.generate(**rows, **HOW, do_sample=False, logits_processor=given(kind))
+    for row in truth[:, rows["input_ids"].shape[1] :]:
+        written = row.tolist()
+        assert END in written and fits(kind, tokenizer().decode(written[: written.index(END)]))
+    for of in (nearly(truth, rows), heads("shallow", "eagle3", "off")):
+        for tree in ("auto", TreeShape(12, 4), TreeShape(4, 1)):
+            processors = given(kind)
+            for _ in range(2):  # the second call begins anew
+                out = say(of, rows, tree=tree, return_dict_in_generate=True, **HOW, logits_processor=processors)
+                assert torch.equal(out.sequences, truth)
+    assert out.tau > 1 and torch.equal(say(of, rows, **HOW, batch_size=1, logits_processor=given(kind)), truth)
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_sampled_text_of_a_grammar_is_that_without_drafts(kind: str) -> None:
+    how = HOW | {"do_sample": True, "temperature": 1.5, "seed": 4}
+    plain = say(heads("shallow", "eagle3", "off"), ROWS, speculate=False, **how, logits_processor=given(kind))
+    for of in (nearly(plain, ROWS), heads("shallow", "medusa", "off")):
+        assert torch.equal(say(of, ROWS, tree=TreeShape(12, 4), **how, logits_processor=given(kind)), plain)
+    assert all(fits(kind, tokenizer().decode(row[: row.index(END)])) for row in plain[:, ROWS["input_ids"].shape[1] :].tolist())
+
+
+def test_end_tokens_of_the_call_and_text_after_the_end() -> None:
+    other = LogitsProcessorList([headstart.grammar(tokenizer(), regex="[c-z]{3}", end_tokens=[END, 3])])
+    out = say(heads("shallow", "eagle3", "off"), ROW, **HOW | {"eos_token_id": [END, 3]}, logits_processor=other)
+    assert out.shape[1] <= 9 + 3 + 1 and out[0, -1] in (END, 3)
+    how = {"max_new_tokens": 20, "do_sample": False}  # nothing ends the text, which goes on freely after the end token
+    truth = backbone("shallow").model.generate(**ROW, **how, logits_processor=given("regex"))
+    assert torch.equal(say(heads("shallow", "eagle3", "off"), ROW, tree=TreeShape(8, 3), **how, logits_processor=given("regex")), truth)
+
+
+def test_a_matcher_that_gave_up_is_one_line_and_the_next_call_begins_anew() -> None:
+    processors = given("regex")
+    truth = say(heads("shallow", "eagle3", "off"), ROW, **HOW, logits_processor=processors)
+    row = processors[0].of_row(0)
+    row.matcher.consume_tokens([1, 1])
+    refuses("the grammar cannot be followed further: ", row.forced, ROW["input_ids"])
+    assert torch.equal(say(heads("shallow", "eagle3", "off"), ROW, **HOW, logits_processor=processors), truth)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "got neither: give one of them"),
+        ({"regex": "a", "json_schema": {}}, "got both: give one of them"),
+        ({"regex": "(a"}, r"the regular expression '\(a' cannot be used \(unclosed group\)"),
+        ({"json_schema": {"type": "strin"}}, r"the JSON schema cannot be used \(Invalid type: strin\)"),
+        ({"json_schema": {"unevaluatedItems": 1}}, "Unimplemented keys"),
+        ({"json_schema": '{"type": '}, r"the JSON schema is not JSON \(Expecting value: line 1 column 10"),
+        ({"json_schema": [1]}, "the JSON schema cannot be used .schema must be an object or boolean"),
+        ({"json_schema": {"enum": {1}}}, "the JSON schema is not JSON .Object of type set"),
+        ({"regex": "a", "end_tokens": []}, "has no end token"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(arguments: dict[str, Any], message: str) -> None:
+    refuses(message, headstart.grammar, tokenizer(), **arguments)
+
+
+def test_a_missing_package_or_end_token_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="has no end token"):
+        headstart.grammar(tokenizer(end=None), regex="a")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UserError, match=r"llguidance, which is not installed; run: pip install 'headstart\[grammar\]'"):
+        headstart.grammar(tokenizer(), regex="a")
+
+
+def test_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny("llama")
+    model.generation_config.eos_token_id = END
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA))
+    generate = ["generate", "--backbone", str(tmp_path / "model"), "--dtype", "fp32", "--max-new-tokens", "70"]
+    for asked, kind in ((["--json-schema", str(schema)], "schema"), (["--regex", GRAMMARS["regex"]["regex"]], "regex")):
+        texts = []
+        for drafting in (["--propose", "suffix", "recycling"], ["--no-draft"]):
+            assert main([*generate, "name", *asked, *drafting]) == 0
+            texts.append(capsys.readouterr().out.strip())
+        assert texts[0] == texts[1] and fits(kind, texts[0])
+    for asked, said in (
+        (["--regex", "(a"], "unclosed group"), (["--json-schema", str(tmp_path / "none")], "--json-schema"),
+        (["--regex", "a", "--json-schema", str(schema)], "not allowed with"),
+    ):  # fmt: skip
+        assert said in error_of(capsys, *generate, *asked, "name")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import tokenizer
-from families import DRAFTERS, Noted, Scripted, backbone, heads, left_padded, prompts, say, texts, tiny, unpadded
+from families import DRAFTERS, ROW, Noted, Scripted, backbone, heads, left_padded, prompts, say, texts, tiny, unpadded
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -22,14 +22,9 @@ def own(of: SpeculativeModel, rows: dict[str, Tensor], **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def row() -> dict[str, Tensor]:
-    return {"input_ids": prompts((9,))[0][None]}
-
-
-@pytest.fixture(scope="module")
-def truth(row: dict[str, Tensor]) -> list[int]:
+def truth() -> list[int]:
     """Greedy output of the tiny Llama."""
-    return backbone("shallow").model.generate(row["input_ids"], max_new_tokens=60, do_sample=False)[0].tolist()
+    return backbone("shallow").model.generate(ROW["input_ids"], max_new_tokens=60, do_sample=False)[0].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +34,24 @@ def oracle(truth: list[int]) -> SpeculativeModel:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 24])
-def test_lengths(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int], count: int) -> None:
-    assert say(oracle, row, max_new_tokens=count)[0].tolist() == truth[: 9 + count]
-    assert say(oracle, row, max_length=9 + count)[0].tolist() == truth[: 9 + count]
+def test_lengths(oracle: SpeculativeModel, truth: list[int], count: int) -> None:
+    assert say(oracle, ROW, max_new_tokens=count)[0].tolist() == truth[: 9 + count]
+    assert say(oracle, ROW, max_length=9 + count)[0].tolist() == truth[: 9 + count]
 
 
-def test_eos(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int]) -> None:
+def test_eos(oracle: SpeculativeModel, truth: list[int]) -> None:
     for place in range(10, 24):
         for eos in (truth[place], [60, truth[place], truth[place + 1]]):
-            output = say(oracle, row, max_new_tokens=30, eos_token_id=eos)
-            assert torch.equal(output, own(oracle, row, max_new_tokens=30, eos_token_id=eos))
+            output = say(oracle, ROW, max_new_tokens=30, eos_token_id=eos)
+            assert torch.equal(output, own(oracle, ROW, max_new_tokens=30, eos_token_id=eos))
             assert output.shape[1] <= place + 1
 
 
-def test_eos_of_the_generation_config(row: dict[str, Tensor], truth: list[int]) -> None:
+def test_eos_of_the_generation_config(truth: list[int]) -> None:
     model = tiny("llama")
     model.generation_config.eos_token_id = [truth[14], 3]
     of = SpeculativeModel(Backbone(model), None)
-    assert torch.equal(say(of, row, max_new_tokens=30), own(of, row, max_new_tokens=30))
+    assert torch.equal(say(of, ROW, max_new_tokens=30), own(of, ROW, max_new_tokens=30))
 
 
 class After(StoppingCriteria):
@@ -71,37 +66,35 @@ class After(StoppingCriteria):
 
 
 @pytest.mark.parametrize("length", range(10, 18))
-def test_a_criterion_may_stop_in_the_middle_of_a_run(
-    oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int], length: int
-) -> None:
+def test_a_criterion_may_stop_in_the_middle_of_a_run(oracle: SpeculativeModel, truth: list[int], length: int) -> None:
     criterion = After(length)
-    out = say(oracle, row, max_new_tokens=30, stopping_criteria=StoppingCriteriaList([criterion]), return_dict_in_generate=True)
+    out = say(oracle, ROW, max_new_tokens=30, stopping_criteria=StoppingCriteriaList([criterion]), return_dict_in_generate=True)
     assert out.sequences[0].tolist() == truth[:length]
     assert criterion.seen == list(range(10, length + 1)), "it is asked after every token and not once more"
     assert out.tau == ((length - 10) / out.passes if out.passes else 1.0)
 
 
-def test_max_time(row: dict[str, Tensor]) -> None:
+def test_max_time() -> None:
     """230 passes take far longer than a hundredth of a second."""
-    output = say(heads("shallow", "medusa"), row, max_new_tokens=230, max_time=0.01)
+    output = say(heads("shallow", "medusa"), ROW, max_new_tokens=230, max_time=0.01)
     assert 1 <= output.shape[1] - 9 < 200
 
 
 @pytest.mark.parametrize("place", range(10, 18))
-def test_stop_strings(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int], place: int) -> None:
+def test_stop_strings(oracle: SpeculativeModel, truth: list[int], place: int) -> None:
     letters = tokenizer()
     stop = [letters.decode(truth[place : place + 2]), letters.decode(truth[place + 3 : place + 6])]
     options: dict[str, Any] = {"max_new_tokens": 30, "stop_strings": stop, "tokenizer": letters}
-    output = say(oracle, row, **options)
-    assert torch.equal(output, own(oracle, row, **options)) and output.shape[1] <= place + 2
+    output = say(oracle, ROW, **options)
+    assert torch.equal(output, own(oracle, ROW, **options)) and output.shape[1] <= place + 2
 
 
-def test_a_streamer_gets_each_token_once(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int]) -> None:
+def test_a_streamer_gets_each_token_once(oracle: SpeculativeModel, truth: list[int]) -> None:
     actual, expected = Noted(), Noted()
     for options in ({}, {"eos_token_id": truth[20]}):
         actual, expected = Noted(), Noted()
-        text = say(oracle, row, max_new_tokens=LENGTH, streamer=actual, **options)
-        own(oracle, row, max_new_tokens=LENGTH, streamer=expected, **options)
+        text = say(oracle, ROW, max_new_tokens=LENGTH, streamer=actual, **options)
+        own(oracle, ROW, max_new_tokens=LENGTH, streamer=expected, **options)
         assert [x.tolist() for x in actual.got] == [x.tolist() for x in expected.got] and actual.ended == expected.ended == 1
         assert torch.cat([x.flatten() for x in actual.got]).tolist() == text[0].tolist()
 
@@ -136,11 +129,11 @@ def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_tau_matches_its_definition(kind: str) -> None:
     """Tokens after the first per pass, and one more than the sum of the acceptance rates. A single row, so every pass is its own."""
-    family, row = "llama", {"input_ids": prompts((9,))[0][None]}
-    first = say(heads(family, kind), row, max_new_tokens=40, do_sample=False)
+    family = "llama"
+    first = say(heads(family, kind), ROW, max_new_tokens=40, do_sample=False)
     scripted = SpeculativeModel(backbone(family), Scripted(backbone(family), first.tolist(), "nearly"))
     for of in (heads(family, kind), scripted):
-        out = say(of, row, tree=TreeShape(), max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
+        out = say(of, ROW, tree=TreeShape(), max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
         assert out.tau == pytest.approx(39 / out.passes) and out.tau == pytest.approx(1 + sum(out.acceptance_per_depth))
         assert len(out.acceptance_per_depth) == of.drafter.depth
         assert out.acceptance_per_depth == sorted(out.acceptance_per_depth, reverse=True)
@@ -171,10 +164,10 @@ def test_seeds() -> None:
 
 
 def test_greedy_ignores_seeds_and_draws_nothing() -> None:
-    of, row = heads("shallow", "medusa"), {"input_ids": prompts((9,))[0][None]}
+    of = heads("shallow", "medusa")
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    assert torch.equal(say(of, row, max_new_tokens=9, do_sample=False, seed=1), say(of, row, max_new_tokens=9, do_sample=False))
+    assert torch.equal(say(of, ROW, max_new_tokens=9, do_sample=False, seed=1), say(of, ROW, max_new_tokens=9, do_sample=False))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -211,9 +204,7 @@ def test_past_the_stated_context() -> None:
         ({"timed": True, "tree": TreeShape()}, 5),
     ],
 )
-def test_trees_and_plain_decoding(
-    oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int], options: dict[str, Any], tau: int
-) -> None:
+def test_trees_and_plain_decoding(oracle: SpeculativeModel, truth: list[int], options: dict[str, Any], tau: int) -> None:
     """The 30 tokens after the first are whole passes of 1, 3 or 5 tokens."""
-    out = say(oracle, row, max_new_tokens=31, return_dict_in_generate=True, **options)
+    out = say(oracle, ROW, max_new_tokens=31, return_dict_in_generate=True, **options)
     assert out.sequences[0].tolist() == truth[:40] and out.tau == tau and out.passes == 30 // tau

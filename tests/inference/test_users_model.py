@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import Noted, in_training, left_padded, prompts, random_drafter, say, state, tiny
+from families import ROW, ROWS, Noted, in_training, prompts, random_drafter, say, state, tiny
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -20,9 +20,6 @@ import headstart
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
-
-ROW = {"input_ids": prompts((9,))[0][None]}
-ROWS = left_padded(prompts((9, 4, 6)))
 
 
 @pytest.fixture

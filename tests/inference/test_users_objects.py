@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import VOCAB, heads, left_padded, prompts, random_drafter, say, tiny
+from families import ROW, ROWS, VOCAB, heads, random_drafter, say, tiny
 from torch import Tensor
 from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -21,7 +21,6 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
-ROW, ROWS = {"input_ids": prompts((9,))[0][None]}, left_padded(prompts((9, 4, 6)))
 ENDS: dict[str, Any] = {"eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60}
 
 
@@ -62,6 +61,13 @@ class Stepping(LogitsProcessor):
         return scores
 
 
+class Undoable(Stepping):
+    """Forks along the tree of a row, which the beams of a row are not."""
+
+    def rollback(self, n: int) -> None:
+        raise AssertionError("beams are no tree of one row")
+
+
 class Counting(StoppingCriteria):
     """Keeps something for each row of the batch, as evaluation harnesses do: ends a row after so many even tokens, or all at once."""
 
@@ -89,7 +95,7 @@ class Streaming(BaseStreamer):
 def options(names: str, rows: int, log: Log) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if "p" in names:
-        made["logits_processor"] = LogitsProcessorList([Stepping(log)])
+        made["logits_processor"] = LogitsProcessorList([Undoable(log) if "u" in names else Stepping(log)])
     if "c" in names:
         made["stopping_criteria"] = StoppingCriteriaList([Counting(log, rows, together="t" in names)])
     if "s" in names:
@@ -125,7 +131,7 @@ def test_criteria_get_the_scores_that_transformers_gives_them(of: SpeculativeMod
     assert longest == actual.sequences.shape[1] - rows["input_ids"].shape[1], "what was written past the end is not counted"
 
 
-@pytest.mark.parametrize("names", ["p", "c"])
+@pytest.mark.parametrize("names", ["p", "pu", "c"])
 @pytest.mark.parametrize("rows", [ROW, ROWS], ids=["row", "batch"])
 def test_beams_too(of: SpeculativeModel, rows: dict[str, Tensor], names: str) -> None:
     how = {"max_new_tokens": 8, "num_beams": 3, "return_dict_in_generate": True, "output_scores": True}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import networkx
 import pytest
 
 import headstart
@@ -117,19 +118,8 @@ def package_of(module: str) -> str:
 
 def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
     """Sets of packages that import each other, directly or indirectly."""
-
-    def reached(start: str) -> set[str]:
-        seen: set[str] = set()
-        ahead = [start]
-        while ahead:
-            new = edges.get(ahead.pop(), set()) - seen
-            seen |= new
-            ahead += new
-        return seen
-
-    closure = {name: reached(name) for name in edges}
-    groups = [{name, *(other for other in closure[name] if name in closure.get(other, ()))} for name in edges if name in closure[name]]
-    return [group for i, group in enumerate(groups) if group not in groups[:i]]
+    graph = networkx.DiGraph([(one, other) for one, others in edges.items() for other in others])
+    return [group for group in networkx.strongly_connected_components(graph) if len(group) > 1]
 
 
 def test_packages_import_one_way_inside_the_layers_too() -> None:
@@ -152,11 +142,6 @@ def test_files_import_one_way() -> None:
         names = {name if name in files else name.rpartition(".")[0] for _, name in imported(path)}
         edges[module] = (names & {*files}) - {module}
     assert len(edges) > 150 and cycles(edges) == []
-
-
-def test_a_cycle_is_found() -> None:
-    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [{"a", "b", "c"}]
-    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_no_function_is_long_or_takes_many_parameters() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import D, exported, make_home, refused
+from exported import D, exported, refused
 from families import VOCAB, prompts, random_drafter
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -25,11 +25,6 @@ COPIED = {
     "dflash2": "vllm sglang", "domino": "sglang", "draft_model": "vllm sglang trtllm transformers", "pard": "vllm trtllm", "mlp": "tgi",
 }  # fmt: skip
 """Heads whose checkpoint an engine reads as it is."""
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_home(tmp_path_factory.mktemp("export"))
 
 
 @pytest.mark.parametrize("name", COPIED)

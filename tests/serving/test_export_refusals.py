@@ -7,28 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from engine_table import with_table
-from exported import DV, KINDS, D, make_home, refused
-from families import VARIANTS, random_drafter, tiny
+from exported import DV, KINDS, D, refused
+from families import random_drafter, tiny
 from safetensors.torch import load_file, save_file
+from tables import with_tables
 from torch import Tensor
 
 from headstart.cli.serving import add_export
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.serving.engines import ENGINES, TABLE
 from headstart.serving.export import Request, export
-from headstart.serving.layouts.checkpoint import METHODS, method_of, read_checkpoint
-from headstart.serving.layouts.files import PROVENANCE, new_folder, write_folder
+from headstart.serving.layouts.checkpoint import METHODS, method_of
+from headstart.serving.layouts.files import new_folder, write_folder
 from headstart.serving.reading import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_home(tmp_path_factory.mktemp("export"))
 
 
 @pytest.mark.parametrize(
@@ -98,20 +92,6 @@ def test_damaged_heads(home: Path, tmp_path: Path) -> None:
         assert part in damaged(home, tmp_path / str(i), name, changed, config | stated), part
 
 
-@pytest.mark.parametrize(("kind", "arguments"), [*VARIANTS, ("mlp", {"tie_weights": True}), ("eagle3", {"norm_before_fc": True})])
-def test_what_is_written_is_read_back(home: Path, tmp_path: Path, kind: str, arguments: dict[str, Any]) -> None:
-    arguments |= {"draft_vocab_size": DV} if "draft_vocab_size" in arguments else {}
-    arguments |= {"depth": 2} if "parallel" in arguments else {}
-    random: Drafter = random_drafter(kind, load_backbone(str(home / "backbone")), **arguments)
-    random.save_pretrained(tmp_path / "heads")
-    layouts = layouts_of(read_checkpoint(str(tmp_path / "heads"), None).method)
-    assert layouts or kind == "hydra"
-    for layout in layouts[:1]:  # read back, it drafts what the heads draft, or the export refuses itself
-        export(Request(str(tmp_path / "heads"), layout.name, tmp_path / "out"))
-        reference = json.loads((tmp_path / "out" / PROVENANCE).read_text())["reference"]
-        assert len(reference) > 2 and all(len(one["drafts"]) == len(one["logits"]) == min(8, random.depth) for one in reference)
-
-
 def test_heads_that_an_engine_would_compute_otherwise(home: Path, tmp_path: Path) -> None:
     drafter = build_drafter("eagle", load_backbone(str(home / "backbone")), {})
     drafter.save_pretrained(tmp_path / "heads")
@@ -129,7 +109,7 @@ def test_heads_that_an_engine_would_compute_otherwise(home: Path, tmp_path: Path
 
 def test_the_table_of_engines_is_that_of_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
-    assert with_table(page) == page, "run python tests/helpers/engine_table.py docs/serving.md"
+    assert with_tables(page) == page, "run python tests/helpers/tables.py docs/serving.md"
 
 
 def test_every_method_has_an_answer_from_every_engine() -> None:

@@ -56,18 +56,6 @@ LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict
 }
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("backbone")
-    tiny("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def on(home: Path) -> Backbone:
-    return load_backbone(str(home))
-
-
 def readings(folder: Path, on: Backbone, counting: Any = None) -> list[tuple[Any, Drafter]]:
     found = read_files(str(folder))
     return [(one, build(one, on, str(folder))) for one in layout_of(found).parse(found, on, counting).readings()]
@@ -78,17 +66,17 @@ def only(folder: Path, on: Backbone) -> tuple[Any, Drafter]:
     return found
 
 
-def imported(folder: Path, home: Path, on: Backbone, out: Path, **wishes: Any) -> dict[str, Any]:
-    return importer.import_heads(str(folder), str(home), out, lambda: on, importer.Wishes(new_tokens=6, **wishes))
+def imported(folder: Path, on: Backbone, out: Path, **wishes: Any) -> dict[str, Any]:
+    return importer.import_heads(str(folder), on.name, out, lambda: on, importer.Wishes(new_tokens=6, **wishes))
 
 
 @pytest.mark.matrix(cells=5)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_imported_heads_draft_what_their_files_say(home: Path, on: Backbone, tmp_path: Path, name: str) -> None:
+def test_imported_heads_draft_what_their_files_say(on: Backbone, tmp_path: Path, name: str) -> None:
     make, kind, arguments = LAYOUTS[name]
     torch.manual_seed(1)
     folder = write(tmp_path / "theirs", *make())
-    report = imported(folder, home, on, tmp_path / "ours")
+    report = imported(folder, on, tmp_path / "ours")
     assert report["kind"] == kind and {key: report["arguments"][key] for key in arguments} == arguments
     heads = load(tmp_path / "ours", on, capture="off")
     assert heads.drafter is not None
@@ -181,7 +169,7 @@ def test_draft_vocabularies(on: Backbone, tmp_path: Path) -> None:
         assert i != 0 or "d2t holds tokens instead of offsets" in reading.remarks[-1]
 
 
-def test_shards_half_precision_and_our_own_folders(home: Path, on: Backbone, tmp_path: Path) -> None:
+def test_shards_half_precision_and_our_own_folders(on: Backbone, tmp_path: Path) -> None:
     """Weights keep their dtype; a copy of the backbone's embedding is left out; an imported folder imports again."""
     config, tensors = foreign.safeailab_eagle3()
     tensors = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
@@ -191,9 +179,9 @@ def test_shards_half_precision_and_our_own_folders(home: Path, on: Backbone, tmp
         write(tmp_path / "shards", config, shard, name)
     index = {"weight_map": {key: name for name, shard in shards.items() for key in shard}}
     (tmp_path / "shards/model.safetensors.index.json").write_text(json.dumps(index))
-    report = imported(tmp_path / "shards", home, on, tmp_path / "ours")
+    report = imported(tmp_path / "shards", on, tmp_path / "ours")
     assert "embed_tokens.weight is a copy of the backbone's and left out" in report["notes"] and report["files"].keys() == shards.keys()
-    again = imported(tmp_path / "ours", home, on, tmp_path / "again", depth=2)
+    again = imported(tmp_path / "ours", on, tmp_path / "again", depth=2)
     assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
     heads = load(tmp_path / "again", on)
     assert heads.drafter is not None and heads.drafter.depth == 2 and again["layout"] == "Headstart"
@@ -232,14 +220,14 @@ def repeater(on: Backbone, after: bool) -> tuple[dict[str, Any], Tensors]:
 @pytest.mark.parametrize("after", [False, True])
 def test_measured_acceptance_decides_how_layers_are_counted(repeating: Backbone, tmp_path: Path, after: bool) -> None:
     """The id 3 at the top level is state 3 to vLLM and the output of layer 3, state 4, in files for SGLang."""
-    folder, home = write(tmp_path / "theirs", *repeater(repeating, after)), Path(repeating.name)
-    report = imported(folder, home, repeating, tmp_path / "ours")
+    folder = write(tmp_path / "theirs", *repeater(repeating, after))
+    report = imported(folder, repeating, tmp_path / "ours")
     assert report["arguments"]["taps"] == [4 if after else 3] and len(report["readings"]) == 2
     first, second = report["readings"]
     assert first["tau"] > 2.5 > 1.5 > second["tau"]
     assert f"counted as {'layer: taps [4]' if after else 'hs: taps [3]'}" in first["choice"]
     assert report["verdict"][1] == f"read as: {first['choice']}" and "otherwise tau 1." in report["verdict"][2]
-    forced = imported(folder, home, repeating, tmp_path / "forced", counting="layer")
+    forced = imported(folder, repeating, tmp_path / "forced", counting="layer")
     assert forced["arguments"]["taps"] == [4] and len(forced["readings"]) == 1
 
 
@@ -250,14 +238,14 @@ def test_measured_acceptance_decides_which_state_is_fed_back(repeating: Backbone
     turned = torch.ones(D).index_fill(0, torch.arange(0, D, 3), -1.0 if specforge else 1.0)
     tensors |= {"norm.weight": turned, "lm_head.weight": tensors["lm_head.weight"] * turned}
     folder = write(tmp_path / "theirs", config | {"norm_output": True}, tensors)
-    report = imported(folder, Path(repeating.name), repeating, tmp_path / "ours", counting="hs")
+    report = imported(folder, repeating, tmp_path / "ours", counting="hs")
     assert report["arguments"]["norm_output"] is not specforge and len(report["readings"]) == 2
     assert ("norm_output, as of SpecForge, is of the output layer's input alone" in report["verdict"][1]) == specforge
     first, second = (one["tau"] for one in report["readings"])
     assert first > second + 0.5 if specforge else first == second
-    assert len(imported(folder, Path(repeating.name), repeating, tmp_path / "stated", counting="stated")["readings"]) == 1
+    assert len(imported(folder, repeating, tmp_path / "stated", counting="stated")["readings"]) == 1
     (folder / PROVENANCE).write_text("{}")  # what Headstart has exported is read as engines do
-    exported = imported(folder, Path(repeating.name), repeating, tmp_path / "again", counting="hs")
+    exported = imported(folder, repeating, tmp_path / "again", counting="hs")
     assert exported["arguments"]["norm_output"] and len(exported["readings"]) == 1
 
 
@@ -266,7 +254,7 @@ def test_measured_acceptance_decides_about_the_residual(repeating: Backbone, tmp
     config, tensors = repeater(repeating, after=False)
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     stated = {"speculators_model_type": "eagle3", "transformer_layer_config": config, "eagle_aux_hidden_state_layer_ids": [3]}
-    report = imported(write(tmp_path / "theirs", stated, tensors), Path(repeating.name), repeating, tmp_path / "ours")
+    report = imported(write(tmp_path / "theirs", stated, tensors), repeating, tmp_path / "ours")
     assert not report["arguments"]["norm_before_residual"] and report["arguments"]["taps"] == [3]
     assert [one["choice"] for one in report["readings"]] == ["norm_before_residual false", "norm_before_residual true"]
     assert report["readings"][0]["tau"] > 2.5 > 1.5 > report["readings"][1]["tau"]

@@ -9,24 +9,18 @@ from typing import Any
 import foreign
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, refusal
 from families import VOCAB, random_drafter, tiny
 from foreign import DV, D, Tensors, normal, write
 from safetensors.torch import load_file, save_file
 
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.serving.importing import Wishes, import_heads
 from headstart.serving.layouts.files import dequantized
 from headstart.support.errors import UserError
 
 Folder = tuple[dict[str, Any], Tensors]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("backbone")
-    tiny("llama").save_pretrained(folder)
-    return folder
 
 
 def changed(made: Folder, config: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Folder:
@@ -91,24 +85,24 @@ CASES: list[tuple[Callable[[], Folder], str]] = [
 ]  # fmt: skip
 
 
-def refused(folder: Path | str, home: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of an import that exits with status 2 and writes nothing."""
-    error = error_of(capsys, "import", folder, "--backbone", home, "--out", out, "--max-new-tokens", "2")
+def refused(folder: Path | str, on: Backbone, out: Path) -> str:
+    """The one line with which an import is refused, which writes nothing."""
+    line = refusal(import_heads, str(folder), on.name, out, lambda: on, Wishes(new_tokens=2))
     assert not out.exists()
-    return error.replace(str(home), "BACKBONE")
+    return line.replace(on.name, "BACKBONE")
 
 
-def test_what_does_not_fit_is_named(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_named(on: Backbone, tmp_path: Path) -> None:
     for i, (make, message) in enumerate(CASES):
         folder = write(tmp_path / str(i), *make())
-        assert message in refused(folder, home, tmp_path / "out", capsys), i
+        assert message in refused(folder, on, tmp_path / "out"), i
 
 
-def test_unos_adapters_are_refused(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unos_adapters_are_refused(on: Backbone, tmp_path: Path) -> None:
     (tmp_path / "uno").mkdir()
     (tmp_path / "uno" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(2, 2)}, tmp_path / "uno" / "adapter_model.safetensors")
-    message = refused(tmp_path / "uno", home, tmp_path / "out", capsys)
+    message = refused(tmp_path / "uno", on, tmp_path / "out")
     assert "holds a PEFT adapter" in message and "as Uno's heads are" in message and "backbone.adapter" in message
 
 
@@ -117,12 +111,14 @@ class Bomb:
         return (Path.touch, (Path("exploded"),))
 
 
-def test_damaged_and_hostile_files(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_and_hostile_files(
+    on: Backbone, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     config, tensors = EAGLE3()
 
     def message(name: str) -> str:
-        return refused(tmp_path / name, home, tmp_path / "out", capsys)
+        return refused(tmp_path / name, on, tmp_path / "out")
 
     (write(tmp_path / "pickle", config, {}, "x.pt") / "x.pt").write_bytes(pickle.dumps({"fc.weight": Bomb()}))
     assert "is no file of tensors alone, or damaged" in message("pickle") and not (tmp_path / "exploded").exists()
@@ -142,11 +138,11 @@ def test_damaged_and_hostile_files(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert "config.json is damaged" in message("json")
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in message("empty")
-    assert "no heads at '../no/where': no such folder, and not on the hub" in refused("../no/where", home, tmp_path / "out", capsys)
+    assert "no heads at '../no/where': no such folder, and not on the hub" in refused("../no/where", on, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/note").touch()
     assert "exists and is not an empty folder; give a new one" in error_of(
-        capsys, "import", tmp_path / "cut", "--backbone", home, "--out", tmp_path / "full"
+        capsys, "import", tmp_path / "cut", "--backbone", on.name, "--out", tmp_path / "full"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from errors import error_of
-from exported import DV, make_home, refused
+from exported import DV, refused
 from families import VOCAB, random_drafter, tiny
 from gguf_models import rope_factors
 from safetensors.torch import load_file
@@ -36,11 +36,6 @@ LAYER = {
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_home(tmp_path_factory.mktemp("export"), kinds=())
 
 
 def saved(home: Path, folder: Path, **arguments: Any) -> str:

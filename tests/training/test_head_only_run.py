@@ -20,7 +20,7 @@ from headstart.heads.backbone.head_only import HeadOnlyBackbone, final_norm, loa
 from headstart.heads.backbone.weight_files import E2M1
 from headstart.heads.layers.start_values import layer_weights
 from headstart.support.errors import UserError
-from headstart.training import loop, setup
+from headstart.training import loop
 from headstart.training.features import source as opening
 from headstart.training.features.cached import SUPPLEMENT
 from headstart.training.plan.fake_model import make_fake_models
@@ -48,10 +48,8 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_the_losses_are_those_beside_the_whole_backbone(
-    kind: str, cached: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit, start values included; and of the checkpoint only what is needed is read."""
+def test_the_losses_are_those_beside_the_whole_backbone(kind: str, cached: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Bit for bit, start values included; and of the checkpoint only what is needed is read. A draft model is made of its layers."""
     folder, options = cached
     drafter = DRAFTERS[kind] | ({} if kind == "medusa" else {"taps": [1, 3, 5]})
     command = [str(folder / "recipe.yaml"), *options[:1], f"drafter={json.dumps(drafter)}"]
@@ -61,11 +59,11 @@ def test_the_losses_are_those_beside_the_whole_backbone(
     layer = [name for name in names if name not in HEAD]
     assert sorted(set(names)) == sorted({*HEAD, *layer}) and (bool(layer) == (kind != "medusa"))
     assert all(name.startswith(LAYER) for name in layer) and len(layer) == len(set(layer)) <= 9  # what a fresh head starts as
-    monkeypatch.setattr(opening, "opens_head_only", lambda recipe: False)
-    monkeypatch.setattr(setup, "opens_head_only", lambda recipe: False)
-    assert train([*command, f"save.dir={tmp_path}/whole"]) == 0
-    assert losses(tmp_path / "head") == losses(tmp_path / "whole") and len(losses(tmp_path / "head")) == 12
-    ours, theirs = (next((tmp_path / name).glob("*.safetensors")) for name in ("head", "whole"))
+    beside = f"heads={json.dumps([drafter, {'kind': 'draft_model', 'depth': 2, 'layers': 1}])}"
+    assert train([*command[:2], "drafter={}", beside, f"save.dir={tmp_path}/whole"]) == 0
+    whole = [line["loss"] for line in read_log(tmp_path / "whole") if line.get("head") == kind and "loss" in line]
+    assert losses(tmp_path / "head") == whole and len(whole) == 12
+    ours, theirs = (next((tmp_path / name).glob("*.safetensors")) for name in ("head", f"whole/{kind}"))
     one, other = load_file(ours), load_file(theirs)
     assert one.keys() == other.keys() and all(torch.equal(one[name], weight) for name, weight in other.items())
 

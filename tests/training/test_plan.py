@@ -24,11 +24,6 @@ from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_recipe(tmp_path_factory.mktemp("small"))
-
-
 @pytest.mark.parametrize("limit,expected", [(1050, 10), (149, 0), (150, 1), (10**9, 500), (1149, 10), (5050, 50), (49, 0)])
 def test_the_largest_that_fits(limit: int, expected: int) -> None:
     sizes: list[int] = []

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import make_recipe
 from torch.profiler import ProfilerActivity, profile
 
 from headstart.heads.backbone.backbone import load_backbone
@@ -23,11 +22,6 @@ from headstart.training.setup import prepare
 
 DTYPES = ("fp32", "int8", "int4")
 PERSISTENT = ("torch runtime", "backbone weights", "drafter weights", "optimizer state", "weight average")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_recipe(tmp_path_factory.mktemp("small"))
 
 
 def allocated(work: Any) -> int:

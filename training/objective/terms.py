@@ -16,7 +16,7 @@ renormalised: its mass ``m = sum_v p_v`` bounds the acceptance rate. The expecte
 
 Each term returns its value and adds its gradient ``g_v = dL / d log q_v`` to a buffer shared by all terms; `gradient` converts
 the buffer to the gradient of the logits, ``dL/dz_v = g_v - q_v sum_u g_u``. Autograd is not used, and a mixture costs
-little more than one term. tests/training/test_terms.py checks every term against autograd in float64.
+little more than one term. tests/training/test_objective.py checks every term against autograd in float64.
 
 Shape suffixes: C positions of a chunk, V draft vocabulary, D width.
 """

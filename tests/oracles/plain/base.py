@@ -90,10 +90,12 @@ class Target:
         """Write ``count`` tokens after the prompt, each the most likely one; end-of-text tokens do not end it."""
         written: list[int] = []
         tokens, cache = list(prompt), DynamicCache(config=self.model.config)
-        name = "cache" if "cache" in signature(self.model.base_model.forward).parameters else "past_key_values"  # before transformers 5.24
+        taken = signature(self.model.base_model.forward).parameters
+        name = "cache" if "cache" in taken else "past_key_values"  # before transformers 5.24
         if "rope_deltas" in vars(self.model.base_model):
             self.model.base_model.rope_deltas = None  # of another batch (findings/transformers_rope_deltas_of_another_conversation.sh)
         for _ in range(count):
+            tokens = [*prompt, *written] if "state" in taken else tokens  # RWKV, which takes no such cache
             ids_1T = torch.tensor([tokens], device=self._unembed.weight.device)
             out = self.model.base_model(input_ids=ids_1T, use_cache=True, **{name: cache})
             tokens = [int(self.logits(out.last_hidden_state[0, -1]).argmax())]

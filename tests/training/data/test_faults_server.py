@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 from server import in_thread
+from test_endpoint import answers, ask, questions  # noqa: F401
 
-from headstart.cli.main import main
 from headstart.support import post
-from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.regenerate import endpoint
 
 Manner = Callable[[Any, str], None]
@@ -90,6 +89,9 @@ LASTING: dict[str, Manner] = {
 """Faults that asking again does not mend: the run ends. (Statuses and other bodies are test_endpoint's.)"""
 
 
+SIX, HOW = questions(6), ("regenerate.concurrency=1", "regenerate.retries=2", "regenerate.timeout=0.5")
+
+
 class Server(socketserver.ThreadingTCPServer):
     """Serves connections in the manner ``script`` says for the number of a request, from 0."""
 
@@ -126,53 +128,41 @@ def serving(script: Callable[[int], Manner]) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+@pytest.fixture(autouse=True)
+def little_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(post, "MAX_BYTES", 1 << 20)
-    rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(6)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = {
-        "backbone": {"path": "some/model"}, "drafter": {"kind": "medusa"}, "data": {"train": str(tmp_path / "rows.jsonl")},
-        "save": {"dir": "out"},
-        "regenerate": {"out": str(tmp_path / "new.jsonl"), "concurrency": 1, "retries": 2, "timeout": 0.5},
-    }  # fmt: skip
-    (tmp_path / "recipe.yaml").write_text(dump_yaml(recipe))
-    return lambda url: main(["regenerate", str(tmp_path / "recipe.yaml"), f"regenerate.endpoint={url}"])
 
 
 def require_all(folder: Path) -> None:
-    rows = [json.loads(line) for line in (folder / "new.jsonl").read_text().splitlines()]
-    assert [row["messages"][-1]["content"] for row in rows] == [f"to question {i}" for i in range(6)]
+    assert [row["messages"][-1]["content"] for row in answers(folder)] == [f"to question {i}" for i in range(6)]
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_fault_that_passes(ask: Callable[[str], int], tmp_path: Path, name: str) -> None:
+def test_a_fault_that_passes(ask: Any, tmp_path: Path, name: str) -> None:  # noqa: F811
     """The third request meets it."""
     with serving(lambda number: PASSING[name] if number == 2 else right) as server:
-        assert ask(server.url) == 0
+        assert ask(SIX, server.url, *HOW) == 0
         assert server.asked == (6 if name == "slow" else 7)
     require_all(tmp_path)
 
 
-def test_an_answer_that_comes_together_with_a_fault_is_kept(ask: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_comes_together_with_a_fault_is_kept(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     def faults_first(futures: Any, return_when: str) -> Any:
         return sorted(wait(futures).done, key=lambda future: future.exception() is None), set()
 
     monkeypatch.setattr(endpoint, "wait", faults_first)  # two at a time: the third request is answered, the fourth meets the fault
     with serving(lambda number: right if number < 3 else LASTING["array"]) as server:
-        assert ask(server.url) == 2
+        assert ask(SIX, server.url, *HOW) == 2
         server.script = lambda number: right
-        assert ask(server.url) == 0 and server.asked == 4 + 3
+        assert ask(SIX, server.url, *HOW) == 0 and server.asked == 4 + 3
 
 
 @pytest.mark.parametrize("name", [*(name for name in PASSING if name != "slow"), *LASTING])
-def test_a_fault_that_stays_ends_the_run_and_the_next_one_goes_on(
-    ask: Callable[[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_fault_that_stays_ends_the_run_and_the_next_one_goes_on(ask: Any, tmp_path: Path, capsys: Any, name: str) -> None:  # noqa: F811
     manner = (PASSING | LASTING)[name]
     start = time.monotonic()
     with serving(lambda number: right if number < 3 else manner) as server:
-        assert ask(server.url) == 2
+        assert ask(SIX, server.url, *HOW) == 2
         said = capsys.readouterr().err
         [line] = [line for line in said.splitlines() if line.startswith("error")]
         assert "Traceback" not in said and server.url in line
@@ -180,6 +170,6 @@ def test_a_fault_that_stays_ends_the_run_and_the_next_one_goes_on(
         assert time.monotonic() - start < 15, "bounded by timeout and retries"
         assert not (tmp_path / "new.jsonl").exists()
     with serving(lambda number: right) as another:  # with the same model
-        assert ask(another.url) == 0
+        assert ask(SIX, another.url, *HOW) == 0
         assert another.asked == 3, "what was answered is not asked again"
     require_all(tmp_path)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from errors import refusal
 from jsonschema import Draft202012Validator
-from recipe_tables import with_tables
 from small_run import make_recipe
+from tables import with_tables
 from test_recipe import LEAST
 
 from headstart.cli.main import main
@@ -20,7 +20,7 @@ from headstart.training.recipe.yaml_text import read_extended, read_yaml
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in ("accelerate", "shared"))
-RENEW = "run: headstart schema --out recipes/schema.json, python tests/helpers/recipe_tables.py docs/recipe.md"
+RENEW = "run: headstart schema --out recipes/schema.json, python tests/helpers/tables.py docs/recipe.md"
 
 
 def faults(value: Any) -> list[Any]:
