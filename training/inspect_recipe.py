@@ -12,11 +12,9 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 from markupsafe import Markup
 from rich.console import RenderableType
 from rich.text import Text
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.images import inline, shown
@@ -111,13 +109,13 @@ def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any
 
 def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
     """Count training rows and samples, and return the distribution of sample lengths."""
-    lengths = torch.tensor([len(sample.tokens) for sample in splits.train], dtype=torch.float64)
+    lengths = np.percentile([len(sample.tokens) for sample in splits.train], PERCENTILES, method="nearest")
     statistics: dict[str, Any] = asdict(splits.stats) | {
         "roles": dict(splits.stats.roles),
         "unread": ", ".join(sorted(splits.stats.unread)),
         "label_share": splits.stats.label_tokens / splits.stats.tokens,
         "held_out": len(splits.eval),
-        "percentiles": percentiles(lengths),
+        "percentiles": {str(q): int(length) for q, length in zip(PERCENTILES, lengths, strict=True)},
         "summary": str(splits.stats),
         "mix": None if splits.mix is None else str(splits.mix),
         "check": None if splits.check is None else splits.check.report(),
@@ -126,12 +124,6 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
         rows = splits.feed(recipe).rows
         statistics["packed"] = {"rows": rows, "fill": splits.stats.tokens / (rows * recipe.data.max_length)}
     return statistics
-
-
-def percentiles(lengths: Tensor) -> dict[str, int]:
-    """Return the `PERCENTILES` of any number of lengths; `torch.quantile` takes at most 2^24."""
-    found = np.percentile(lengths.numpy(), PERCENTILES, method="nearest")
-    return {str(q): int(value) for q, value in zip(PERCENTILES, found, strict=True)}
 
 
 def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from headstart.support.hub import EMBEDDED, local_or_shipped
 from headstart.support.text import gigabytes
 from headstart.training.data.rows import names_file, read_rows
 from headstart.training.features.source import read_config
-from headstart.training.plan.fake_model import make_fake_models
+from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.plan import Machine
 from headstart.training.recipe import sections
@@ -92,9 +92,10 @@ class Proposal:
         return f"extends: [{', '.join(f'{folder}/{name}.yaml' for name in self.extends)}]\n{dump_yaml(self.own)}"
 
     @waiting("fitting rows into memory")
-    def fitted(self, machine: Machine, config: str) -> Proposal:
-        """Return the proposal with the changes that make it fit the machine (`fit`). Raises UserError if nothing does."""
-        return self.changed(fit(self.tree, machine, config)[0])
+    def fitted(self, machine: Machine, config: str) -> tuple[Proposal, FakeModels]:
+        """Return the proposal with the changes that make it fit the machine, and its models (`fit`). Raises UserError if nothing does."""
+        changes, _, models = fit(self.tree, machine, config)
+        return self.changed(changes), models
 
     def changed(self, changes: Tree) -> Proposal:
         """Return the proposal with other values of its own, in the order of docs/recipe.md, paths, kinds and lengths first."""
@@ -190,8 +191,8 @@ def _train(facts: ModelFacts, part: Tree, preset: str, length: int, machine: Mac
     return train if rate == published else {**train, "lr": rate}
 
 
-def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
-    """Return the changes that make the recipe ``tree`` fit the machine, none if it does, and the bytes that it takes at most then.
+def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int, FakeModels]:
+    """Return the changes that make the recipe ``tree`` fit the machine, none if it does, the bytes that it takes at most then, and models.
 
     Activations are recomputed, then the backbone is sharded; on each step fewer rows are tried. ``config``: the folder or hub id of the
     backbone's configuration. Raises UserError, naming the largest part, if nothing makes it fit.
@@ -208,7 +209,7 @@ def fit(tree: Tree, machine: Machine, config: str) -> tuple[Tree, int]:
             closest = plan.step(MicroBatch(rows, tree["data"]["max_length"]))
             if closest.peak <= machine.usable:
                 smaller = {"train": {"micro_batch": rows}} if rows < tree["train"]["micro_batch"] else {}
-                return merged(change, smaller), closest.peak
+                return merged(change, smaller), closest.peak, plan.models
             rows //= 2
     assert closest is not None
     part = closest.largest_part

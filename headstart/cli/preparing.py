@@ -63,8 +63,10 @@ def new_recipe(args: argparse.Namespace) -> int:
     extra = {"backbone": {"trust_remote_code": True}} if args.trust_remote_code else {}
     if args.engine is not None:
         extra |= recipe_values(args.method, load_config(args.model, trust_remote_code=args.trust_remote_code))
-    proposal = propose(facts, args.method, machine, args.data).changed(extra).fitted(machine, facts.path)
-    report = plan(parse(Recipe, proposal.tree), machine, args.tflops, search=False)  # half of the time, for what `headstart plan` says
+    proposal, models = propose(facts, args.method, machine, args.data).changed(extra).fitted(machine, facts.path)
+    report = plan(
+        parse(Recipe, proposal.tree), machine, args.tflops, search=False, models=models
+    )  # half of the time, for what `headstart plan` says
     write_text(out, proposal.text())
     print(f"wrote     {out}\n", proposal.text(), *lines(report), sep="\n")
     answers = out.with_name(f"{out.stem}-answers.jsonl")

@@ -25,7 +25,6 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.support.devices import spread
 from headstart.support.errors import UserError
 from headstart.training.data.data import LabelCounts
-from headstart.training.inspect_recipe import percentiles
 from headstart.training.loop import _sum_over_processes
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8", "F16", "Q8_0", "Q5_1", "Q4_0", "Q4_1", "Q4_1 in bf16")
@@ -233,7 +232,7 @@ def test_nothing_takes_places_from_a_range_of_floating_point_numbers() -> None:
         for node in ast.walk(ast.parse(Path(path).read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("linspace", "logspace", "quantile", "nanquantile", "histc")
     ]
-    assert not calls, f"{calls}: support/spread.py has exact places; quantile takes at most 2^24 elements, histc counts in floating point"
+    assert not calls, f"{calls}: support/devices.py has exact places; quantile takes at most 2^24 elements, histc counts in floating point"
 
 
 def test_tokens_of_a_step_are_counted_exactly() -> None:
@@ -245,8 +244,3 @@ def test_tokens_of_a_step_are_counted_exactly() -> None:
 def test_coverage_is_of_counts_beyond_fp32() -> None:
     counts_V = torch.tensor([2**40 - 2**10, 2**10])
     assert LabelCounts(counts_V, None).coverage(torch.tensor([0]))["training"] == 1 - 2**-30
-
-
-def test_percentiles_of_more_rows_than_torch_takes() -> None:
-    assert percentiles(torch.arange(2**24 + 2).to(torch.float64))["100"] == LARGE
-    assert percentiles(torch.tensor([3.0, 1.0, 2.0, 9.0])) == {"0": 1, "10": 1, "50": 3, "90": 9, "99": 9, "100": 9}

@@ -15,11 +15,11 @@ from tiny_models import tiny_model
 from headstart.cli.main import main
 from headstart.support.errors import UserError
 from headstart.training.data.kept import Splits
-from headstart.training.plan.duration import best_chain, tau
+from headstart.training.plan.duration import best_chain, likely, tau
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.plan.plan import disk, find_machine, largest, read_data
-from headstart.training.plan.table import lines
+from headstart.training.plan.table import lines, time_lines
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
@@ -111,6 +111,18 @@ def test_from_a_cache_the_model_is_not_loaded(small: Path, tmp_path: Path, capsy
     report = planned(small, tmp_path, *cached)
     assert report["time"]["seconds_per_step"] > 0 and "cache.dir=null" in report["gain"][""]
     assert "pays      not known here: features come from a cache" in capsys.readouterr().out
+
+
+def test_what_is_likely_stands_first() -> None:
+    """By label tokens: of few nothing is known, and between two that were measured it rises."""
+    few, some, more, many = map(likely, (1000, 46_000, 60_000, 10**9))
+    assert few is None and some is not None and more is not None and many is not None and 0 < some < more < many < 1
+    at = {"depth": 4, "tau": 1.6, "speedup": 1.3}
+    gain = {"break_even": 0.1, "expected": {0.4: at | {"speedup": 1.4}, more: at}, "likely": more, "step_ms": 40.0}
+    time = {"hours": 1.0, "seconds_per_step": 2.0, "without_cache": False, "other_programs": 0.0}
+    [line] = time_lines({"time": time, "gain": {"": gain}, "machine": {"processes": 1}})[1:]
+    assert line.startswith(f"pays      likely 1.30 x with {more:.0%} (4 drafted, tau 1.60), if the answers are the model's own; from 10%")
+    assert "; 1.40 x with 40%" in line
 
 
 def test_what_acceptance_brings_follows_from_costs() -> None:

@@ -218,10 +218,10 @@ def test_less_memory_takes_fewer_rows_then_recomputes_and_says_so(tmp_path: Path
     make_backbone(tmp_path / "model")
     facts = read_facts(str(tmp_path / "model"))
     proposal = propose(facts, "eagle3", GPU, str(rows_of_text(tmp_path)))
-    changes, peak = fit(proposal.tree, GPU, facts.path)
-    assert changes == {} and proposal.fitted(GPU, facts.path) == proposal
+    changes, peak, _ = fit(proposal.tree, GPU, facts.path)
+    assert changes == {} and proposal.fitted(GPU, facts.path)[0] == proposal
     rows = proposal.own["train"]["micro_batch"]
-    tight = proposal.fitted(dataclasses.replace(GPU, memory=round((peak - 3_000_000) / 0.95)), facts.path).own["train"]
+    tight = proposal.fitted(dataclasses.replace(GPU, memory=round((peak - 3_000_000) / 0.95)), facts.path)[0].own["train"]
     assert tight["micro_batch"] < rows or tight.get("gradient_checkpointing")
     with pytest.raises(UserError, match="nothing fits 1 x .* the largest part is"):
         proposal.fitted(dataclasses.replace(GPU, memory=100_000_000), facts.path)

@@ -12,6 +12,7 @@ scaled to all of them. Attention scores grow faster than that and are left out: 
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -21,6 +22,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
@@ -49,6 +51,8 @@ STEPS = 4
 PROMPT, WRITTEN, WARM = 64, 12, 32
 """Tokens of the text that is continued, tokens written to it in each shape, and by passes without drafts before, as captures need."""
 DEPTHS, ACCEPTANCE = (1, 2, 4, 8), (0.4, 0.6, 0.8)
+LEARNED = ((46_000, 93_000, 1_047_000), (0.34, 0.40, 0.51))
+"""Label tokens of the model's own answers, and the share of drafts that is accepted of EAGLE-3 heads trained on them (docs/train.md)."""
 UTILISATION = 0.4
 """Share of the peak that a step is assumed to reach: an estimate, not measured; large models are commonly trained at 0.35 to 0.55."""
 SAMPLE = 128
@@ -79,14 +83,14 @@ def live_until_cached(recipe: Recipe) -> Recipe:
 
 
 @waiting("timing")
-def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, dict[str, Any] | str]]:
+def trial(recipe: Recipe, processes: int, tokens: Mapping[str, int]) -> tuple[float, dict[str, dict[str, Any] | str]]:
     """Return the mean seconds of a step of one of ``processes`` processes, without communication and evaluation, and by drafter what
-    `gain_of` finds, or why nothing decodes here. Raises UserError for recipes that training would reject.
+    `gain_of` finds, or why nothing decodes here. ``tokens``: the plan's. Raises UserError for recipes that training would reject.
     """
     share = -(-recipe.train.batch_size // processes)
     limit = recipe.train.micro_batch or share
     fitting = max(size for size in range(1, share + 1) if share % size == 0 and size <= limit)
-    lengths = {"steps": max(steps, STEPS), "epochs": None, "batch_size": share, "micro_batch": fitting}
+    lengths = {"steps": max(tokens["steps"], STEPS), "epochs": None, "batch_size": share, "micro_batch": fitting}
     with tempfile.TemporaryDirectory(prefix="headstart-plan-") as folder, redirect_stderr(StringIO()):
         run = prepare(recipe.but({"train": lengths, "save": {"dir": folder}, "log": {"wandb": "off"}}))
         try:
@@ -94,7 +98,9 @@ def trial(recipe: Recipe, processes: int, steps: int) -> tuple[float, dict[str, 
             first = _median(run)
             later = _median(run) if isinstance(run.source, FeaturesBetweenEpochs) and epochs > 1 else first  # the same steps, read
             seconds = (first + (epochs - 1) * later) / epochs
-            gains = {name: _gain(trainer.drafter) for name, trainer in zip(recipe.per_drafter(), run.trainers, strict=True)}
+            drafters = {name: single.drafter for name, single in recipe.per_drafter().items()}
+            learned = [tokens["label_tokens"] * (options["kind"] == "eagle3" and not options.get("init")) for options in drafters.values()]
+            gains = {name: _gain(trainer.drafter, count) for name, trainer, count in zip(drafters, run.trainers, learned, strict=True)}
         finally:
             run.log.close()
     return seconds, gains
@@ -112,21 +118,21 @@ def _median(run: Run) -> float:
     return statistics.median(seconds[1:])
 
 
-def _gain(drafter: Drafter) -> dict[str, Any] | str:
+def _gain(drafter: Drafter, label_tokens: int) -> dict[str, Any] | str:
     if not drafter.backbone.whole:
         return "features come from a cache, so that the model is not loaded (cache.dir=null: it is)"
     try:
-        return gain_of(drafter)
+        return gain_of(drafter, label_tokens)
     except UserError as error:
         return str(error)
 
 
-def gain_of(drafter: Drafter) -> dict[str, Any]:
+def gain_of(drafter: Drafter, label_tokens: int = 0) -> dict[str, Any]:
     """Return ``step_ms`` of decoding without drafts, ``chains``: depth -> ``draft_ms`` and ``verify_ms``, and what follows.
 
-    ``break_even`` is the acceptance from which on some chain is faster than no drafts, None if none is; ``expected`` has, by acceptance,
-    the best depth, its ``tau`` and ``speedup``. The drafter no longer trains afterwards. Raises UserError for a model that decodes with
-    no drafts.
+    ``break_even`` is the acceptance from which on some chain is faster than no drafts, None if none is; ``likely`` the one after training
+    on so many label tokens (`likely`); ``expected`` has, by acceptance, the best depth, its ``tau`` and ``speedup``. The drafter no longer
+    trains afterwards. Raises UserError for a model that decodes with no drafts.
     """
     heads = SpeculativeModel(drafter.backbone, drafter)
     depths = sorted({*(depth for depth in DEPTHS if depth < drafter.depth), drafter.depth})
@@ -137,12 +143,14 @@ def gain_of(drafter: Drafter) -> dict[str, Any]:
     (_, step), *rest = ((quick(times[depth], "draft"), quick(times[depth], "verify", "host")) for depth in times)
     chains = dict(zip(depths, rest, strict=True))
     costs = {depth: draft / step + max(verify / step, 1.0) for depth, (draft, verify) in chains.items()}
-    best = {p: best_chain(p, costs) for p in ACCEPTANCE}
+    known = likely(label_tokens)
+    best = {p: best_chain(p, costs) for p in (*ACCEPTANCE, *([] if known is None else [known]))}
     return {
         "step_ms": step,
         "chains": {depth: {"draft_ms": draft, "verify_ms": verify} for depth, (draft, verify) in chains.items()},
         "break_even": next((p / 100 for p in range(101) if best_chain(p / 100, costs)[1] > 1), None),
         "expected": {p: {"depth": depth, "tau": tau(p, depth), "speedup": speedup} for p, (depth, speedup) in best.items()},
+        "likely": known,
     }
 
 
@@ -156,6 +164,11 @@ def steps_of(heads: SpeculativeModel, depth: int, tokens: int) -> list[dict[str,
 def quick(steps: list[dict[str, float]], *parts: str) -> float:
     """Return the milliseconds that these parts take in the quicker steps, which other programs did not hold up: the lower quartile."""
     return 1e3 * statistics.quantiles([sum(step[part] for part in parts) for step in steps], n=4)[0]
+
+
+def likely(label_tokens: int) -> float | None:
+    """Return the acceptance by what was measured (`LEARNED`); None of fewer tokens."""
+    return None if label_tokens < LEARNED[0][0] else float(np.interp(math.log(label_tokens), np.log(LEARNED[0]), LEARNED[1]))
 
 
 def tau(p: float, depth: int) -> float:

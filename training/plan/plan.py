@@ -77,9 +77,11 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
 
 
 @waiting("counting memory")
-def plan(recipe: Recipe, machine: Machine, tflops: float | None = None, search: bool = True) -> dict[str, Any]:
+def plan(
+    recipe: Recipe, machine: Machine, tflops: float | None = None, search: bool = True, models: FakeModels | None = None
+) -> dict[str, Any]:
     """Return the plan as JSON, but for what `timed` adds; with ``tflops``, each device's peak, a duration too; without ``search``, the
-    largest batch and length only where it does not fit. Raises UserError.
+    largest batch and length only where it does not fit. ``models``: the recipe's, if they are made. Raises UserError.
     """
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {tflops:g}")
@@ -87,7 +89,7 @@ def plan(recipe: Recipe, machine: Machine, tflops: float | None = None, search: 
         raise UserError(f"train.batch_size={recipe.train.batch_size} leaves some of {machine.processes} GPUs without a sample; raise it")
     with suppress(NoAnswers):
         check_data(recipe.data)
-    models = make_fake_models(recipe, machine.accelerator)
+    models = models or make_fake_models(recipe, machine.accelerator)
     require_packable(recipe, models.backbone)
     splits = read_data(recipe, models)
     samples = splits if isinstance(splits, Splits) else None
@@ -250,7 +252,7 @@ def timed(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: b
         print("timing a few steps of this recipe on this machine (--no-calibration leaves that out)", file=sys.stderr, flush=True)
         try:
             with OtherPrograms() as others:
-                seconds, gains = trial(tried, machine.processes, steps)
+                seconds, gains = trial(tried, machine.processes, report["tokens"])
             time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": tried.cache.dir != recipe.cache.dir}
             time["other_programs"] = others.processors
         except UserError as error:

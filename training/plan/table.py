@@ -99,8 +99,11 @@ def _gain(gain: dict[str, Any] | str) -> str:
         return f"not known here: {gain}"
     if gain["break_even"] is None:
         return "never on this machine, with drafts one by one: drafting and verifying takes longer than the steps it saves"
-    gains = [f"{at['speedup']:.2f} x with {p:.0%} ({at['depth']} drafted, tau {at['tau']:.2f})" for p, at in gain["expected"].items()]
-    return f"from {gain['break_even']:.0%} of drafts accepted at each depth; {', '.join(gains)}; a step takes {gain['step_ms']:.1f} ms"
+    gains = {p: f"{at['speedup']:.2f} x with {p:.0%} ({at['depth']} drafted, tau {at['tau']:.2f})" for p, at in gain["expected"].items()}
+    most = gains.pop(gain["likely"], None)
+    likely = "" if most is None else f"likely {most}, if the answers are the model's own; "
+    pays = f"{likely}from {gain['break_even']:.0%} of drafts accepted at each depth"
+    return f"{pays}; {', '.join(gains.values())}; a step takes {gain['step_ms']:.1f} ms"
 
 
 def duration(hours: float) -> str:
