@@ -81,7 +81,7 @@ $(DEMO)/answers.jsonl: $(PROMPTS) | $(SMOLLM2)
 	$(BIN)/headstart regenerate $(GIVEN) data.train=$(PROMPTS) regenerate.out=$@
 
 $(DEMO)/trained: $(DEMO)/answers.jsonl
-	@echo "== 3 of 4, train: two passes over the answers, some 10 minutes on two idle cores; the progress line says how long here"
+	@echo "== 3 of 4, train: four passes over the answers, some 10 minutes on two idle cores; the progress line says how long here"
 	$(BIN)/headstart train $(GIVEN) data.train=$(DEMO)/answers.jsonl save.dir=$(DEMO)/heads
 	@touch $@
 

@@ -63,7 +63,7 @@ THREADS, SEED = count(1, max_threads()), count(0, MAX_SEED)
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
-    """The argument of every command that `failures` reads."""
+    """The argument of every command that `Guard` reads."""
     parser.add_argument(DEBUG, action="store_true", help="print the traceback of an unforeseen error (or HEADSTART_DEBUG=1)")
 
 

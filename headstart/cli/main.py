@@ -99,7 +99,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its status, 0 or 1 (a fault in what was decoded or drafted), or that of an error (`failures`)."""
+    """Run a command; returns its status, 0 or 1 (a fault in what was decoded or drafted), or that of an error (`Guard`)."""
     open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     with Guard(debug=DEBUG in words) as guard:

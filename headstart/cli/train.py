@@ -32,7 +32,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``train_heads.py``; returns the exit status of `train`, or that of an error (`failures`)."""
+    """Run ``train_heads.py``; returns the exit status of `train`, or that of an error (`Guard`)."""
     open_streams()
     parser = argparse.ArgumentParser(prog="train_heads.py", description="Train heads by a recipe.", epilog=TRAIN_EXAMPLE)
     add_train(parser)

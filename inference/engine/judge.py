@@ -1,6 +1,6 @@
 """Judges a written text by the uncaptured model: is every token the one that the decoding rule picks, up to rounding?
 
-The text is teacher-forced: one pass without captures, drafts or a cache reads all of it, and the rule (`verify`, with the row's noise and
+The text is teacher-forced: one pass without captures, drafts or a cache reads all of it, and the rule (`pick`, with the row's noise and
 logits processors) is applied at every position. Where it picks another token, the judge finds by how much the logit of the written one
 would have to be larger. A token that falls short by no more than the tolerance of `Rounding` is a near-tie, any other is a fault. Logits
 that decoding kept are compared with those of this pass in the same way.

@@ -1,7 +1,7 @@
 """What is known of logits processors and stopping criteria: which keep no state, go by row numbers, or ignore the ids.
 
 Those of transformers are listed by class. One of the user's own is unknown, unless it says what it keeps: `stateless`, or a method
-``rollback`` (see `forkable`).
+``rollback`` (see `is_forkable`).
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ SCORE = math.log(0.95)
 
 
 class ForcedProposer(Proposer):
-    """Asks the processors of a call (see `forked`). ``texts``: those of the call, set for each."""
+    """Asks the processors of a call (see `Forked`). ``texts``: those of the call, set for each."""
 
     name = "forced"
 

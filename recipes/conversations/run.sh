@@ -11,7 +11,7 @@
 #   --held-out N        rows held out of training to evaluate on, and as many others to benchmark on (40)
 #   --max-new-tokens N  tokens that the benchmark generates after each prompt (128)
 #   --processes N       processes that train, one per GPU (1)
-#   --no-plan           skip the plan; for questions without answers, which cannot be planned yet
+#   --no-plan           skip the plan; for questions without answers, of which inspect has no sample to show
 #   --no-cache          run the model at every training step: slower, but needs no disk space for its hidden states
 #   --until STEP        stop after plan, regenerate, cache or train (bench)
 #

@@ -1,4 +1,4 @@
-"""vLLM serves heads trained here: the text of vLLM without policy, and the drafts of Headstart, token by token (fp32, greedy)."""
+"""vLLM serves heads trained here: the text of vLLM without drafts, and the drafts of Headstart, token by token (fp32, greedy)."""
 
 import json
 import os
@@ -27,7 +27,7 @@ REFUSED = {"mlp": r"'MLPSpeculatorPreTrainedModel'\] are not supported", "dspark
 
 @pytest.fixture(scope="session")
 def plain(prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    """What vLLM writes without policy."""
+    """What vLLM writes without drafts."""
     return [one.written for one in vllm.serve(None, "embedded", prompts, EngineSettings(0, NEW_TOKENS))[0]]
 
 

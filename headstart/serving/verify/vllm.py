@@ -47,7 +47,7 @@ def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: Engin
 def serve(
     folder: Path | None, backbone: str, prompts: Sequence[Sequence[int]], settings: EngineSettings
 ) -> tuple[list[Transcript], dict[str, Any]]:
-    """Decode the prompts in vLLM, in fp32, greedily and one at a time, with the heads in ``folder`` or, for None, without policy.
+    """Decode the prompts in vLLM, in fp32, greedily and one at a time, with the heads in ``folder`` or, for None, without drafts.
 
     Returns a transcript per prompt, and all that the driver returns, such as vLLM's version and counters.
 
