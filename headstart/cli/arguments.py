@@ -140,7 +140,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backbone", metavar="PATH", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
     add_loading(parser)
     auto = "on a CPU by the layers that `headstart compile` compiled, else by traces; off elsewhere"
-    about = f"how forward passes run without Python's overhead (auto: {auto}; compile: compile first what lacks)"
+    about = f"how forward passes run without Python's overhead (auto: {auto}; compile: also compile what is not yet)"
     parser.add_argument("--capture", choices=("auto", "trace", "cuda-graph", "compile", "off"), default="auto", help=about)
 
 

@@ -80,8 +80,8 @@ if [[ -z $python ]]; then
   if [[ -z ${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then python=$root/.venv/bin/python; fi
 fi
 found='import torch; from importlib.util import find_spec as find
-print(bool(find("transformers") and find("accelerate")), torch.cuda.is_available(), bool(find("matplotlib")))'
-read -r installed gpu charts < <("$python" -c "$found" 2>/dev/null || echo False False False)
+print(bool(find("transformers") and find("accelerate")), torch.cuda.is_available())'
+read -r installed gpu < <("$python" -c "$found" 2>/dev/null || echo False False)
 [[ $installed == True ]] || mistake "$python cannot run headstart; install it (make install), or name the interpreter with PYTHON"
 mkdir -p "$out/done" 2>/dev/null || mistake "$out cannot be made; choose another OUT"
 
@@ -173,9 +173,7 @@ step train "$out/heads/headstart.json" "$(relevant drafter heads objective. trai
   train "$recipe" "${settings[@]}" "${learned[@]}" "${features[@]}"
 leave_after train
 
-html=()   # without matplotlib (headstart[report]) there is no page
-if [[ $charts == True ]]; then html=(--html "$out/report.html"); fi
 step bench "$out/report.json" "$new_tokens" \
   headstart bench --heads "$out/heads" --prompts "$out/data/bench.jsonl" --skip-long --include-static-tree --temperature 0 1 \
-  --max-new-tokens "$new_tokens" ${shown[@]+"${shown[@]}"} ${html[@]+"${html[@]}"} --json "$out/report.json"
+  --max-new-tokens "$new_tokens" ${shown[@]+"${shown[@]}"} --html "$out/report.html" --json "$out/report.json"
 echo "all done: $out/report.json says how fast the heads are; headstart chat --heads $out/heads talks with them"

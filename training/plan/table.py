@@ -63,7 +63,7 @@ def _data(report: dict[str, Any]) -> list[str]:
         return [f"data      none yet, so rows of data.max_length are assumed: {report['data_unavailable']}"]
     share = tokens["label_tokens"] / tokens["tokens"]
     return [
-        f"data      {tokens['summary']} ({share:.0%})",
+        f"data      {tokens['summary']}; {share:.0%} are labels",
         f"training  {tokens['steps']:,} steps over {tokens['rows']:,} rows an epoch, about {tokens['training_tokens']:,} tokens",
         *(f"chosen    {f'{name}: ' if name else ''}{Chosen(**chosen)}" for name, chosen in report["chosen"].items() if chosen["values"]),
         *([] if report["advice"] is None else [f"advice    {report['advice']}"]),
