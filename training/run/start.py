@@ -40,7 +40,7 @@ LONG = 1000
 PEAK = {"muon": 1e-2, "adamw": 5e-3}
 WIDTH_EXPONENT, TOKENS_EXPONENT, STEPS_EXPONENT, LONG_EXPONENT = -1.0, 0.25, -0.5, -0.25
 HIGHEST = 3e-2
-FEW_STEPS, ENOUGH_STEPS = 300, 600
+FEW_STEPS, ENOUGH_STEPS = 200, 600
 """A run of fewer steps than the first learns much more from the same text in as many as the second (measured with EAGLE-3)."""
 MANY_PASSES, PASSES = 20, 4
 """A recipe's steps that read the same text as often as the first are meant for more of it; the second is enough for little."""
