@@ -10,7 +10,7 @@ import pytest
 from matrix import mark_slow_cells
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 227, "lines": 37_495, "lines of code": 26_576}
+LIMITS = {"files": 227, "lines": 37_493, "lines of code": 26_574}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_672, "lines of code": 1_957}
 TEST_LIMITS = {"lines": 35_208, "setattr": 59, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small

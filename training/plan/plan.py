@@ -94,10 +94,8 @@ def plan(
     splits = read_data(recipe, models)
     samples = splits if isinstance(splits, Splits) else None
     share = -(-recipe.train.batch_size // machine.processes)
-    rows = min(recipe.train.micro_batch or share, share)
-    size = micro_batch(recipe, samples, rows)
-    holds_gradients = rows < share or machine.processes > 1
-    memory_plan = MemoryPlan(recipe, models, machine.accelerator, holds_gradients, machine.processes)
+    size = micro_batch(recipe, samples, min(recipe.train.micro_batch or share, share))
+    memory_plan = MemoryPlan(recipe, models, machine.accelerator, size.rows < share or machine.processes > 1, machine.processes)
     peak = memory_plan.step(size)
     gguf, dtype = find_gguf(recipe.backbone.path), models.backbone.dtype
     tokens, drafters, processes = _tokens(recipe, samples, machine.processes), models.drafters.values(), machine.processes
