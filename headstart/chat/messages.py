@@ -107,6 +107,7 @@ KNOWN = {"role", "content", "from", "value", "name", "tool_calls", "tool_call_id
 """Fields of a turn that are read, by most chat templates too."""
 
 Message = dict[str, Any]
+PLACE = "<image>"  # of an image in the texts of LLaVA's rows
 
 
 def is_learned(message: Message) -> bool:
@@ -169,7 +170,9 @@ def _completed(row: Mapping[str, Any], messages: list[Message], where: str, imag
     if not blank and not (messages and messages[0]["role"] == "system"):
         messages = [_checked({"role": "system", "content": system}, f"{where}, column system"), *messages]
     if images:
-        name_images(messages, decode_list(row.get("images") or row.get("image") or [], f"{where}, images"), where)
+        parts = image_parts(messages)
+        own = None if parts and all(part["image"] for part in parts) else row.get("image")  # with names of their own parts need no column
+        name_images(messages, decode_list(row.get("images") or own or [], f"{where}, images"), where)
     elif image_parts(messages):
         raise UserError(f"{where}: a turn has an image; train with data.images=true, decode with --image, or leave such rows out")
     return messages, tools
@@ -265,16 +268,13 @@ def named(part: dict[str, Any]) -> dict[str, Any]:
         return part
     inline = {"url": f"data:image/png;base64,{part['base64']}"} if isinstance(part.get("base64"), str) else ""
     name = next((part[field] for field in ("image", "image_url", "url", "path") if part.get(field) is not None), inline)
-    return {"type": "image", "image": name.get("url", name.get("path")) if isinstance(name, dict) else name}
+    return {"type": "image", "image": name.get("url") or name.get("path") if isinstance(name, dict) else name}
 
 
 def image_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the parts of turns that are images, in order; a tool's result has none."""
     held = [message["content"] for message in messages if message["role"] != "tool" and isinstance(message["content"], list)]
     return [part for content in held for part in content if part["type"] == "image"]
-
-
-PLACE = "<image>"  # in the texts of LLaVA's rows
 
 
 def name_images(messages: Sequence[dict[str, Any]], beside: Any, where: str) -> None:

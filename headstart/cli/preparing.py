@@ -64,9 +64,8 @@ def new_recipe(args: argparse.Namespace) -> int:
     if args.engine is not None:
         extra |= recipe_values(args.method, load_config(args.model, trust_remote_code=args.trust_remote_code))
     proposal, models = propose(facts, args.method, machine, args.data).changed(extra).fitted(machine, facts.path)
-    report = plan(
-        parse(Recipe, proposal.tree), machine, args.tflops, search=False, models=models
-    )  # half of the time, for what `headstart plan` says
+    recipe = parse(Recipe, proposal.tree)
+    report = plan(recipe, machine, args.tflops, search=False, models=models)  # a search takes half of the time, and `plan` makes it
     write_text(out, proposal.text())
     print(f"wrote     {out}\n", proposal.text(), *lines(report), sep="\n")
     answers = out.with_name(f"{out.stem}-answers.jsonl")

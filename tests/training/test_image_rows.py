@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from datasets import Image as ImageColumn
 from image_models import make_image_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -18,7 +17,7 @@ from small_run import losses, read_log
 from transformers import AutoModelForImageTextToText
 
 from headstart.chat.images import as_parts
-from headstart.chat.messages import image_parts, named
+from headstart.chat.messages import image_parts, named, read_conversation
 from headstart.cli.main import main
 from headstart.heads.backbone import images as backbone_images
 from headstart.inference.capture.capture import warn_once
@@ -257,29 +256,25 @@ def as_data(file: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
-def columns_of_pictures(folder: Path, kind: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Two rows as public sets have them, with pictures in columns of `datasets.Image`; and the columns' types."""
-    pictures, shapes = [Image.open(folder / f"{i}.png") for i in (0, 1)], {"image": ImageColumn(), "images": [ImageColumn()]}
+def columns_of_pictures(folder: Path, kind: str) -> Dataset:
+    """Two rows as public sets have them, with pictures in columns of `datasets.Image`."""
+    pictures = [Image.open(folder / f"{i}.png") for i in (0, 1)]
     asked, said = ["What is two?", "And three?"], list(ANSWERS)
     turns = [[{"from": "human", "value": f"<image>\n{ask}"}, {"from": "gpt", "value": say}] for ask, say in zip(asked, said, strict=True)]
-    user = [question({"type": "image", "text": None}, f"\n{ask}") for ask in asked]
-    parts = [[turn, {"role": "assistant", "content": [{"type": "text", "text": say}]}] for turn, say in zip(user, said, strict=True)]
-    columns: dict[str, dict[str, Any]] = {
+    parts = [[question({"type": "image"}, f"\n{ask}"), question(say) | {"role": "assistant"}] for ask, say in zip(asked, said, strict=True)]
+    tables: dict[str, dict[str, Any]] = {
         "llava": {"image": pictures, "conversations": turns},
         "trl": {"images": [[picture] for picture in pictures], "messages": parts},
         "questions": {"image": pictures, "question": [f"\n{ask}" for ask in asked], "answer": said},
     }
-    table = columns[kind]
-    rows = [{name: column[i] for name, column in table.items()} for i in (0, 1)]
-    return rows, {name: shapes[name] for name in table if name in shapes}
+    table = Dataset.from_dict(tables[kind])
+    assert "Image(" in str(table.features)
+    return table
 
 
 @pytest.mark.parametrize(("kind", "saved"), [("llava", "parquet"), ("trl", "folder"), ("questions", "parquet")])
 def test_pictures_in_columns_are_those_in_files(kind: str, saved: str, shared: Path, tmp_path: Path) -> None:
-    rows, shapes = columns_of_pictures(shared.parent, kind)
-    table = Dataset.from_list(rows)
-    for name, shape in shapes.items():
-        table = table.cast_column(name, shape)
+    table = columns_of_pictures(shared.parent, kind)
     where = tmp_path / ("rows.parquet" if saved == "parquet" else "rows")
     _ = table.to_parquet(where) if saved == "parquet" else table.save_to_disk(where)
     turns = [[question(picture(shared.parent / f"{i}.png"), f"\n{ask}"), answer(i)] for i, ask in enumerate(("What is two?", "And three?"))]
@@ -289,5 +284,13 @@ def test_pictures_in_columns_are_those_in_files(kind: str, saved: str, shared: P
     )
     assert [sample.tokens.tolist() for sample in found] == [sample.tokens.tolist() for sample in wanted]
     for sample, alike in zip(found, wanted, strict=True):
+        assert len(sample.images) == len(alike.images) == 1
         pixels = [image.reader.beside([image], sample.tokens)["pixel_values"] for image in (*sample.images, *alike.images)]
         assert torch.equal(*pixels), "the same pixels, whether in a column or a file"
+
+
+def test_a_column_beside_parts_with_names_is_not_read(shared: Path) -> None:
+    named_, column = str(shared.parent / "0.png"), {"url": None, "path": str(shared.parent / "1.png")}
+    for turn, image in ((question(picture(named_), "?"), named_), (question({"type": "image"}, "?"), column["path"])):
+        messages, _ = read_conversation({"messages": [turn, answer(0)], "image": column}, "messages", "row 1", images=True)
+        assert [part["image"] for part in image_parts(messages)] == [image]
