@@ -27,7 +27,7 @@ IMPORT_HEADS_EXAMPLE = """examples:
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", required=True, metavar="DIR|HUB_ID", help="heads trained by Headstart")
     engines = "an engine (vllm, sglang, trtllm, tgi, transformers, llama.cpp, openvino), whose layout follows from the heads' kind"
-    layouts = "eagle3, peagle, eagle, dflash, dflash-hf, speculators, medusa, mlp-speculator, mtp-stitch, draft-model"
+    layouts = "eagle3, eagle4, peagle, eagle, dflash, dflash-hf, speculators, medusa, mlp-speculator, mtp-stitch, draft-model"
     parser.add_argument("--to", required=True, metavar="FORMAT", help=f"{engines}, or a layout by name: {layouts}")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument("--backbone", metavar="M", help="backbone that engines load, a folder or hub id (default: the one of the training)")

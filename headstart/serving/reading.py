@@ -15,6 +15,7 @@ from headstart.heads.checkpoint import check_contract, read_drafter, read_metada
 from headstart.heads.methods import construct_drafter, require_weights
 from headstart.serving.layouts.block import Block, DflashHf
 from headstart.serving.layouts.eagle3 import Eagle, Eagle3, OpenVino, Peagle
+from headstart.serving.layouts.eagle4 import Eagle4
 from headstart.serving.layouts.files import DamagedError, Files
 from headstart.serving.layouts.layout import Counting, Heads, Layout
 from headstart.serving.layouts.llamacpp import LlamaCpp
@@ -25,8 +26,8 @@ from headstart.serving.layouts.speculators import Speculators
 from headstart.support.errors import UserError
 
 LAYOUTS: tuple[Layout, ...] = (
-    Medusa(), Peagle(), Speculators(), Hydra(), MlpSpeculator(), Block(), DflashHf(), Eagle3(), Eagle(), MtpStitch(), DraftModel(),
-    OpenVino(), LlamaCpp(), LlamaCppBlock(),
+    Medusa(), Peagle(), Speculators(), Hydra(), MlpSpeculator(), Block(), DflashHf(), Eagle4(), Eagle3(), Eagle(), MtpStitch(),
+    DraftModel(), OpenVino(), LlamaCpp(), LlamaCppBlock(),
 )  # fmt: skip
 """Every layout, in the order in which they are asked whether a folder is theirs."""
 SIZES = {"hidden_size": "width", "vocab_size": "vocabulary", "num_hidden_layers": "layers"}
