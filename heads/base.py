@@ -210,6 +210,10 @@ class Drafter(nn.Module, ABC):
         """Return what drafts are chosen by: the logits of `readout`, or some of them approximate."""
         return self.readout(hidden, depth, parent_tokens)
 
+    def confidence(self, hidden: Tensor, parent_tokens: Tensor) -> Tensor | None:
+        """Return the log-odds ``[...]`` that drafts of these hidden states are accepted if those before them are; None: no estimate."""
+        return None
+
     def use_vocabulary(self, tokens: Tensor) -> None:
         """Restrict a new drafter to these backbone tokens (int64 ``[DV]``); called before training with a draft vocabulary."""
         raise UserError(f"{type(self).__name__} drafts the backbone's whole vocabulary; leave the draft vocabulary out")

@@ -64,6 +64,8 @@ class Block(Drafter):
         tokens by the parent and the hidden state (``selector``, DFlash2)."""
         correction_rank: Size = 256
         """Rank of the correction."""
+        confidence: bool = False
+        """Estimate whether a draft is accepted if those before it are (``correction: markov``); engines verify fewer drafts by that."""
         selector_candidates: Size = 16
         """Tokens of each depth that ``correction: selector`` scores."""
         convolution: bool = False
@@ -85,7 +87,7 @@ class Block(Drafter):
     config: Config
     reads_hidden = deepens = False
     capturable = recomputable = True
-    added = ("candidate_selector", "attention_conv", "mlp_conv")
+    added = ("candidate_selector", "attention_conv", "mlp_conv", "confidence_head")
     """Parts that a warm start may lack: they are initialised without effect."""
     fixed_arguments = ("mask_token", "causal", "sliding_window", "layer")
 
@@ -114,8 +116,12 @@ class Block(Drafter):
         self.layers: Any = nn.ModuleList(layers)
         self.rotary = Rotary(self.layer_config)
         self.cached = [CachedLayer(layer, self.rotary, config.sliding_window) for layer in layers]
+        if config.confidence and config.correction != "markov":
+            raise UserError(f"drafter.confidence=true is of drafter.correction=markov; got {config.correction}: set either otherwise")
         if config.correction == "markov":
             self.markov_head = parts.MarkovHead(backbone.vocab, config.correction_rank)
+            if config.confidence:
+                self.confidence_head = parts.ConfidenceHead(D, config.correction_rank)
         elif config.correction == "selector":
             self.candidate_selector = parts.CandidateSelector(backbone.vocab, D, config.correction_rank, config.selector_candidates)
         elif config.correction == "recurrent":
@@ -186,6 +192,9 @@ class Block(Drafter):
         assert parent_tokens is not None
         return logits + self.markov_head(parent_tokens) if kind == "markov" else self.candidate_selector(logits, hidden, parent_tokens)
 
+    def confidence(self, hidden: Tensor, parent_tokens: Tensor) -> Tensor | None:
+        return self.confidence_head(hidden, self.markov_head.markov_w1(parent_tokens)) if self.config.confidence else None
+
     # Decoding.
 
     def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
@@ -237,7 +246,7 @@ class Block(Drafter):
         """
         super().init_from(backbone)
         for module in self.modules():
-            if isinstance(module, parts.MarkovHead | parts.CandidateSelector | parts.BlockConvolution):
+            if isinstance(module, parts.MarkovHead | parts.ConfidenceHead | parts.CandidateSelector | parts.BlockConvolution):
                 module.start()
         start_fusion(self.fc.weight, probe(backbone, self.taps).concatenated(self.taps))
         for i, layer in enumerate(self.layers):
@@ -267,7 +276,7 @@ class Block(Drafter):
         }
         if kind == "markov":
             rank = {"markov_rank": self.config.correction_rank, "markov_head_type": "vanilla", "dspark_bonus_anchor": False}
-            confidence = {"enable_confidence_head": False, "confidence_head_with_markov": False}
+            confidence = dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), self.config.confidence)
             return common | layout | rank | confidence | {"architectures": ["Qwen3DSparkModel"], "dflash_config": layout}
         second = kind == "selector" or kind == "none" and self.config.convolution
         return common | {"architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"], "dflash_config": layout}

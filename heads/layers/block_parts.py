@@ -37,6 +37,25 @@ class MarkovHead(nn.Module):
         return self.markov_w2(self.markov_w1(tokens))
 
 
+class ConfidenceHead(nn.Module):
+    """Log-odds that a draft is accepted if those before it are, by its hidden state and the table's row of the parent token (DSpark).
+
+    It learns without changing either, so drafts do not depend on it.
+    """
+
+    def __init__(self, dim: int, rank: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim + rank, 1)
+
+    def start(self) -> None:
+        """Initialise it as even odds."""
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, hidden_D: Tensor, parent_R: Tensor) -> Tensor:
+        return self.proj(torch.cat([hidden_D.detach(), parent_R.detach()], -1))[..., 0]
+
+
 class CandidateSelector(nn.Module):
     """Scores of a depth's likeliest tokens: the logit, plus sum_r predecessor[parent, r] * projection(hidden)[r] * successor[candidate, r].
 

@@ -86,6 +86,7 @@ class FusedLoss:
         """Return loss, top-1 agreements and summed acceptance rate of column i in the rows ``at``; its logits are freed on return."""
         leaf_CD, logits_CV = self.chunk_logits(gradients.drafts[i], i, at, rows)
         counts_C, weight_C = rows.counts_MK[:, i], rows.weights_MK[:, i]
+        odds_C = self.drafter.confidence(leaf_CD, _column(rows.parents_MJ, i))
         with torch.no_grad():
             compute = terms.compiled() if self.compiled else terms.compare_and_mix
             found = compute(target, logits_CV.detach(), weight_C, self.settings)
@@ -96,6 +97,11 @@ class FusedLoss:
                 value, gradient_CD = terms.regression(leaf_CD.detach(), _column(rows.hidden_MJD, i), share * weight_C)
                 loss = loss + value
                 gradients.add(i, at, gradient_CD)
+            if odds_C is not None:
+                value, gradient_C = terms.likelihood(odds_C, found.alpha_C, weight_C)
+                loss = loss + value
+                if odds_C.requires_grad:
+                    gradients.backward(i, at, leaf_CD, odds_C, gradient_C)
             choice_C = found.choice_C if self.vocabulary is None else self.vocabulary[found.choice_C]
             return loss, ((choice_C == target.choice_C) & counts_C).sum(), (found.alpha_C * counts_C).sum()
 

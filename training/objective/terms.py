@@ -230,6 +230,13 @@ def regression(drafted_CD: Tensor, hidden_CD: Tensor, weight_C: Tensor) -> tuple
     return (weight_C * value_C).sum(), (drafted_CD - hidden_CD).clamp_(-1, 1).mul_(weight_C[:, None] / drafted_CD.shape[-1])
 
 
+def likelihood(odds_C: Tensor, alpha_C: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weighted cross-entropy of estimated acceptance, as log-odds, with the acceptance rates, and its gradient, ``[C]``."""
+    odds_C = at_least_fp32(odds_C.detach())
+    value_C = F.binary_cross_entropy_with_logits(odds_C, alpha_C.to(odds_C.dtype), reduction="none")
+    return (weight_C * value_C).sum(), (odds_C.sigmoid() - alpha_C) * weight_C
+
+
 def _sum_p_log_p(p_CV: Tensor) -> Tensor:
     """Compute ``sum_v p_v log p_v``."""
     return torch.linalg.vecdot(p_CV, _log(p_CV))

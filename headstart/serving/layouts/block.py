@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
@@ -22,8 +23,10 @@ from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, un
 from headstart.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree
 from headstart.support.errors import UserError
 
-UNUSED = ("confidence_head.", "verifier_")
-"""Tensors that do not change the drafts of a chain of fixed length."""
+UNUSED = ("verifier_",)
+"""Tensors that do not change drafts."""
+CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
+CONFIDENCE_HEAD = "confidence_head.proj."
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 """z-lab's names, and those of transformers' class."""
 FOREIGN = "muse_glimmer_assistant"
@@ -88,9 +91,10 @@ class Block(Layout):
             raise UserError(f"{path} drafts {drafted} of the backbone's {backbone.vocab} tokens; block heads here draft all")
         names = [name for name in files.shapes if not name.startswith(UNUSED)]
         window, notes = _window(config, backbone.max_positions or 0)
-        if len(names) < len(files.shapes):
-            notes.append("the confidence head is left out: here acceptance is calibrated while decoding")
         tensors = {READ.get(name, name): tensor for name, tensor in files.read(names).items() if name not in ("d2t", "t2d")}
+        tensors, confidence = _confidence(tensors, backbone.dim)
+        if not confidence and files.names("confidence_head."):
+            notes.append("the confidence head is left out, since heads here have one of another form; drafts do not depend on it")
         foreign = {READ[name]: name for name in files.shapes if name in READ}
         arguments = {
             **layer_arguments({**config, "model_type": "qwen3"}, backbone, path),
@@ -99,6 +103,7 @@ class Block(Layout):
             "depth": whole_number(config, "block_size", path) - (correction not in ANCHORED),
             "layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
             "correction": correction,
+            "confidence": confidence,
             "causal": _causal(config),
             "sliding_window": window,
             "mask_token": config.get("mask_token_id"),
@@ -196,6 +201,20 @@ def _correction_arguments(tensors: Mapping[str, Tensor], dim: int) -> dict[str, 
         state = tensors["prefix_gru.weight_hh_l0"].shape[-1]
         return {"correction_rank": tensors["embed_proj.0.weight"].shape[0], "recurrent_size": None if state == max(1, dim // 4) else state}
     return {}
+
+
+def _confidence(tensors: Mapping[str, Tensor], dim: int) -> tuple[dict[str, Tensor], bool]:
+    """Return the tensors with a confidence head as heads here have it, or without one, and which it is.
+
+    It may read the hidden state alone: here it then has zeros for the parent's row. Without a bias it has zero.
+    """
+    others = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
+    weight_1N, table = tensors.get(f"{CONFIDENCE_HEAD}weight"), tensors.get("markov_head.markov_w1.weight")
+    if weight_1N is None or table is None or tuple(weight_1N.shape) not in ((1, dim), (1, dim + table.shape[-1])):
+        return others, False
+    whole_1N = F.pad(weight_1N, (0, dim + table.shape[-1] - weight_1N.shape[-1]))
+    bias_1 = tensors.get(f"{CONFIDENCE_HEAD}bias", whole_1N.new_zeros(1))
+    return others | {f"{CONFIDENCE_HEAD}weight": whole_1N, f"{CONFIDENCE_HEAD}bias": bias_1}, True
 
 
 def _second_arguments(files: Files, config: Mapping[str, Any], backbone: Backbone) -> dict[str, Any]:

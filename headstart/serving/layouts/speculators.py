@@ -13,7 +13,7 @@ from typing import Any
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.backbone.native_mtp import LAYOUTS
-from headstart.serving.layouts.block import Block, odd_parts
+from headstart.serving.layouts.block import CONFIDENCE, Block, odd_parts
 from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.eagle3 import Eagle3, Peagle, has_qk_norm, tap_choices
 from headstart.serving.layouts.files import Files, write_folder
@@ -138,7 +138,7 @@ def _proposal(heads: Checkpoint) -> dict[str, Any]:
 def _block_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a block head; its layers are counted as in EAGLE-3 here."""
     nested = config["dflash_config"]
-    kept = {key: config[key] for key in ("markov_rank", "markov_head_type", "enable_confidence_head") if key in config}
+    kept = {key: config[key] for key in ("markov_rank", "markov_head_type", *CONFIDENCE) if key in config}
     return (
         kept
         | {key: nested[key] for key in SECOND if key in nested}
@@ -148,7 +148,6 @@ def _block_config(config: dict[str, Any]) -> dict[str, Any]:
             "block_size": config["block_size"],
             "sample_from_anchor": "markov_rank" in config,
             "sliding_window_non_causal": True,
-            **({"confidence_head_with_markov": False} if "markov_rank" in config else {}),
         }
     )
 
