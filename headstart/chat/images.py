@@ -184,15 +184,25 @@ def make_chat(tokenizer: PreTrainedTokenizerBase, settings: ChatSettings, reader
 
 @dataclass(frozen=True)
 class ImagePrompter(Prompter):
-    """Prompts in which the images stand before the first question; without a template, where the text has places for them."""
+    """Prompts in which the images stand before the first question; without a template, where the text has places for them.
+
+    ``with_images``: prompts of rows with images of their own, instead.
+    """
 
     images: tuple[Any, ...] = ()
     reader: ImageReader = field(kw_only=True)
+    of_rows: dict[tuple[int, ...], list[Any]] = field(default_factory=dict, init=False)
+    """The images of rows, by the tokens of their prompts."""
 
     def begin(self, text: str) -> Tensor:
         return self._ids(text, True)
 
     def converse(self, messages: Sequence[Message], tools: Any = None) -> Tensor:
+        if self.with_images:
+            chat = ImageChat(self.tokenizer, self.settings, self.reader).of(messages, "prompt")
+            ids = chat.prompt(messages, tools)
+            self.of_rows[tuple(ids)] = [image for image, _ in chat.images]
+            return torch.tensor(ids)
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
         whole = as_parts(messages)
         whole[first] = whole[first] | {"content": [{"type": "image"}] * len(self.images) + whole[first]["content"]}
@@ -205,7 +215,8 @@ class ImagePrompter(Prompter):
         return {"role": ASSISTANT, "content": self.tokenizer.decode(answer_T, skip_special_tokens=True)}
 
     def beside(self, ids_T: Tensor, device: torch.device) -> dict[str, Tensor]:
-        return self.reader.arguments(self.images, ids_T.to(device))
+        images = self.of_rows[tuple(ids_T.tolist())] if self.with_images else self.images
+        return self.reader.arguments(images, ids_T.to(device)) if images else {}
 
     def _ids(self, text: str, special: bool) -> Tensor:
         return self.reader.inputs(text, self.images, "--image", special)["input_ids"][0]

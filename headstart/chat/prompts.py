@@ -57,6 +57,8 @@ class Prompter:
     prompt_tokens: int = 64
     """The number of tokens of a row's plain ``text`` that form the prompt."""
     settings: ChatSettings = field(default_factory=ChatSettings)
+    with_images: bool = False
+    """Rows may have images, which `ImagePrompter` reads."""
 
     def __post_init__(self) -> None:
         if self.chat and not self.settings.template_of(self.tokenizer):
@@ -102,9 +104,11 @@ class Prompter:
         column = next((name for name in COLUMNS if row.get(name)), None)
         if column is None:
             raise UserError(f"no column to ask with (found {', '.join(row) or 'none'}; known: {', '.join(COLUMNS)})")
-        value = row[column]
+        value, images = row[column], row.get("images") or row.get("image")
+        if isinstance(images, str | list | dict) and images and not self.with_images:
+            raise UserError("the row has images: give --images to ask with them, or leave the column out")
         if column in ("messages", "conversations") or (column == "prompt" and isinstance(value, list)):
-            messages, tools = read_conversation(row, column, column)
+            messages, tools = read_conversation(row, column, column, images=self.with_images)
             answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
             asking = messages[: answers[-1]] if answers else messages  # up to the last answer
             if not asking:
@@ -117,7 +121,7 @@ class Prompter:
         if column == "text":
             ids_T = self.begin(value)
             return Prompt(ids_T[: prompt_length(len(ids_T), self.prompt_tokens)])
-        asked = tuple(read_pair(row | {column: questions[0]}, column, "", column)[0])
+        asked = tuple(read_pair(row | {column: questions[0]}, column, "", column, self.with_images)[0])
         return Prompt(self._render(asked), messages=asked, later=tuple(questions[1:]))
 
     @property

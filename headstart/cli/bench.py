@@ -39,6 +39,7 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
     parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help=f"heads to measure: {shipped}")
     sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .ndjson, also .gz or .zst; .txt)"
     parser.add_argument("--prompts", action="extend", nargs="+", required=prompts_required, metavar="FILE", help=sets)
+    parser.add_argument("--images", action="store_true", help="rows of --prompts have images, as in training with data.images=true")
     parser.add_argument("--limit", type=count(1), metavar="N", help="the first N prompts of each file only")
     parser.add_argument("--per-task", type=count(1), metavar="N", help="the first N prompts of each task only")
     parser.add_argument("--skip-long", action="store_true", help="prompts that do not fit the context are no reason for exit status 1")
@@ -104,7 +105,9 @@ def bench_subject(args: argparse.Namespace) -> Subject:
     if (args.prompt_lookup or args.assistant) and 1 not in batches:
         assisted = "transformers' assisted decoding (--prompt-lookup, --assistant) takes one sequence at a time"
         raise UserError(f"{assisted}, and --batch-size is {' '.join(map(str, batches))}; add 1 to --batch-size or leave them out")
-    if args.image and (batches != [1] or args.prompt_lookup or args.assistant):
+    if args.image and args.images:
+        raise UserError("--images asks each row with its own images, --image FILE all with the same; give one of them")
+    if (args.image or args.images) and (batches != [1] or args.prompt_lookup or args.assistant):
         others = "--batch-size, --prompt-lookup and --assistant"  # transformers' prompt lookup drafts tokens of images, and fails
         raise UserError(f"prompts with images are measured one at a time, without transformers' assisted decoding; leave out {others}")
     trained = args.heads or []

@@ -61,14 +61,18 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
         raise UserError(f"{error}{hint}") from None
     settings = chat_settings_of(heads, args.template_arg, ends)
     tokenizer.chat_template = settings.template_of(tokenizer)
-    if not args.image:
+    of_rows = bool(vars(args).get("images"))
+    if not args.image and not of_rows:
         return Prompter(tokenizer, style, prompt_tokens, settings)
     from headstart.chat.images import ImagePrompter, read_image  # here, since few need it
     from headstart.heads.backbone.images import image_reader
 
-    images = tuple(read_image(name)[0] for name in args.image)
+    images = tuple(read_image(name)[0] for name in args.image or ())
     reader = image_reader(name, tokenizer, trust_remote_code=args.trust_remote_code)
-    return ImagePrompter(tokenizer, style, prompt_tokens, settings, images, reader=reader)
+    prompter = ImagePrompter(tokenizer, style, prompt_tokens, settings, of_rows, images, reader=reader)
+    if of_rows and not prompter.templated:
+        raise UserError("--images asks with a chat template, and there is none, or --raw; give prompts of text, or --image FILE")
+    return prompter
 
 
 def _require_files(name: str, heads: list[str], args: argparse.Namespace) -> None:
@@ -111,7 +115,7 @@ def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     context = copy_context()
-    context.run(WITH_IMAGES.set, bool(vars(args).get("image")))
+    context.run(WITH_IMAGES.set, bool(vars(args).get("image") or vars(args).get("images")))
     backbone = context.run(load_backbone, name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     if args.adapter is not None:
         backbone.attach(args.adapter)

@@ -174,7 +174,7 @@ def by_hand(messages: list[tuple[str, str]], pictures: list[str]) -> str:
     whole[0]["content"] = [{"type": "image"}] * len(pictures) + whole[0]["content"]
     text = processor.apply_chat_template(whole, add_generation_prompt=True, tokenize=False)
     inputs = processor(
-        text=[text], images=[Image.open(one).convert("RGB") for one in pictures], add_special_tokens=False, return_tensors="pt"
+        text=[text], images=[Image.open(one).convert("RGB") for one in pictures] or None, add_special_tokens=False, return_tensors="pt"
     )
     out = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     return processor.tokenizer.decode(out, skip_special_tokens=True)
@@ -202,6 +202,35 @@ def test_bench_judges_texts_about_images(folder: Path, monkeypatch: pytest.Monke
     report = json.loads((folder / "report.json").read_text())
     assert report["verdict"] == "identical" and all(row["identical_to_transformers"] for row in report["results"] if not row["temperature"])
     assert "without transformers' assisted decoding" in error_of(capsys, "bench", *ARGUMENTS, *how, "--prompt-lookup")
+
+
+def test_bench_asks_rows_with_their_own_images(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    part = {"type": "image", "image": "grey.png"}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]},
+                {"role": "assistant", "content": "x"},
+            ]
+        },
+        {"question": "What is this?", "image": "red.png"},
+        {"conversations": [{"from": "human", "value": "<image>What is this?"}], "images": ["red.png"]},
+        {"question": "What is this?"},
+    ]
+    pictures, how = (["grey.png"], ["red.png"], ["red.png"], []), ["--rounds", "1", "--temperature", "0", "--json", "rows.json"]
+    for number, (row, given) in enumerate(zip(rows, pictures, strict=True)):
+        (folder / "row.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(rows[3 - number]) + "\n")
+        assert main(["bench", *ARGUMENTS, *how, "--prompts", "row.jsonl", "--images"]) == 0
+        report = json.loads((folder / "rows.json").read_text())
+        written = ["".join(sample["tokens"]) for sample in report["samples"]]
+        assert report["verdict"] == "identical" and by_hand([("user", "What is this?")], given) in written, (number, written)
+    how += ["--prompts", "row.jsonl"]
+    (folder / "row.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    for given, said in (([], "the row has images: give --images"), (["--images", "--raw"], "--images asks with a chat template"),
+                        (["--images", "--image", "red.png"], "give one of them"),
+                        (["--images", "--batch-size", "2"], "one at a time")):  # fmt: skip
+        assert said in error_of(capsys, "bench", *ARGUMENTS, *how, *given)
 
 
 @pytest.mark.parametrize(
