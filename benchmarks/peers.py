@@ -1,4 +1,4 @@
-"""Headstart beside transformers, vLLM and llama.cpp: the same model, heads, prompts and number of threads, in one race.
+"""Headstart beside transformers, vLLM, llama.cpp and OpenVINO: the same model, heads, prompts and number of threads, in one race.
 
     python benchmarks/peers.py                                                    # the heads that ship for SmolLM2, prompts of seven tasks
     python benchmarks/peers.py --heads DIR --prompts FILE --vllm .venv-engines/bin/python --llama out/llama --html peers.html
@@ -6,8 +6,10 @@
 Measured by what `headstart bench` is made of, and with its arguments: transformers' `generate` and its prompt lookup, Headstart without
 drafts, with the heads alone, and with n-gram drafts too. With --vllm vLLM 0.32 (CPU build, `make engines`), without drafts and with each
 of the heads as `headstart export --to vllm` writes them, in a chain. With --llama llama.cpp (node-llama-cpp, `npm install --prefix FOLDER
-node-llama-cpp`), where the model is a GGUF file. All decode batch by batch in turn; a batch begins when the one before has ended.
-Conversations end after the first answer. Temperatures 0 and 1, batches of 1 and 8 and 96 tokens, unless others are given.
+node-llama-cpp`), where the model is a GGUF file. With --openvino OpenVINO GenAI (docs/serving.md says what its environment holds), without
+drafts and with each of the heads in a chain, greedily and one prompt at a time; export's own lines convert model and heads. All decode
+batch by batch in turn; a batch begins when the one before has ended. Conversations end after the first answer. Temperatures 0 and 1,
+batches of 1 and 8 and 96 tokens, unless others are given.
 
 Prints Markdown: acceptance (tau), tokens per second after each text's first token and with prefill, in how many prompts the whole text is
 that of the same engine without drafts, and that of Headstart without drafts; then the speed by task. --json writes the report of `bench`,
@@ -17,6 +19,7 @@ in which the other engines are further baselines; --html a page of it.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,11 +29,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peers_engines import DRIVERS, LLAMA, VLLM, Engine, job
+from peers_engines import DRIVERS, LLAMA, OPENVINO, VLLM, Engine, job
 
 from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
 from headstart.cli.loading import backbone_name
 from headstart.cli.main import Guard
+from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.inference.bench.bench import Plan, compare, those_that_fit
 from headstart.inference.bench.judging import FAULT, name, sentence
@@ -70,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         longest = max(len(prompt.ids_T) for prompt in those_that_fit(asked, plan, subject.heads[0][1].backbone)[0])
         engines = [stack.enter_context(one) for one in engines_of(args, subject, plan, longest, Path(folder))]
         report = compare(subject.heads, asked, plan, None, [*subject.others, *engines])
-        versions: dict[str, str | None] = {VLLM: None, LLAMA: None} | {one.job["engine"]: one.version for one in engines}
+        versions: dict[str, str | None] = dict.fromkeys(DRIVERS) | {one.job["engine"]: one.version for one in engines}
     report |= {"backbone": subject.name, "prompts_files": args.prompts, "versions": report["versions"] | versions}
     write_json(args.json, report)
     if args.html is not None:
@@ -104,6 +108,35 @@ def engines_of(args: argparse.Namespace, subject: Subject, plan: Plan, longest: 
         given: Row = {"engine": LLAMA, "rows": max(plan.batches), "max_model_len": room}
         command = [args.node, str(DRIVERS[LLAMA]), str(args.llama.absolute())]
         yield Engine(LLAMA, backbone, command, job(gguf.path.absolute(), backbone, threads, **given))
+    if args.openvino is not None:
+        precision = {"float32": "f32", "bfloat16": "bf16"}[dtype_name(backbone.dtype)]
+        command, shared = [str(args.openvino.absolute()), "-I", str(DRIVERS[OPENVINO])], {"engine": OPENVINO, "precision": precision}
+        model, found = converted(args, subject, folder)
+        plain = Engine("OpenVINO", backbone, command, job(model, backbone, threads, heads=None, **shared))
+        yield plain
+        for title, (heads_folder, depth) in found.items():
+            given = job(model, backbone, threads, heads=str(heads_folder), depth=depth, **shared)
+            yield Engine(title, backbone, command, given, plain)
+
+
+def converted(args: argparse.Namespace, subject: Subject, folder: Path) -> tuple[Path, dict[str, tuple[Path, int]]]:
+    """The model and each of the heads as OpenVINO reads them, with the tokens of a chain. Raises UserError for what it cannot."""
+    model = safetensors(subject, folder)
+    if find_gguf(subject.name) is not None:
+        load_tokenizer(subject.name).save_pretrained(model)
+    found, environment = {}, os.environ | {"PATH": f"{args.openvino.absolute().parent}:{os.environ['PATH']}"}
+    for number, path in enumerate(args.heads):
+        report = export(Request(path, OPENVINO, folder / f"openvino-{number}", str(model)))
+        lines = report["launch"][OPENVINO]["line"].split(" && ")[:3]  # the model, the heads, the layers that they read
+        if (folder / "backbone-ov").exists():
+            lines = lines[1:]
+        for line in lines:
+            done = subprocess.run(line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
+            if done.returncode:
+                raise UserError(f"{line.split()[0]} ended with status {done.returncode}: {' '.join(done.stderr.splitlines()[-2:])[:400]}")
+        place, depth = (folder / "heads-ov").rename(folder / f"heads-ov-{number}"), args.depth or report["depth"]
+        found[f"OpenVINO with {path}, chain of {depth}"] = (place, depth)
+    return folder / "backbone-ov", found
 
 
 def served_heads(args: argparse.Namespace, folder: Path) -> dict[str, Row]:
@@ -129,7 +162,9 @@ def safetensors(subject: Subject, folder: Path) -> Path:
 
 def require_engines(args: argparse.Namespace) -> None:
     """Raise UserError unless --vllm and --llama are what they are to be, and the other arguments what these engines can do."""
-    engines = [option for option, given in (("--vllm", args.vllm), ("--llama", args.llama)) if given is not None]
+    engines = [option for option in ("--vllm", "--llama", "--openvino") if getattr(args, option[2:]) is not None]
+    if args.openvino is not None and (any(args.temperature) or not args.openvino.is_file() or args.dtype not in ("fp32", "bf16")):
+        raise UserError("--openvino is the Python of an environment with openvino-genai, greedy: --temperature 0, --dtype fp32 or bf16")
     if engines and args.adapter is not None:
         raise UserError(f"other engines are measured without an adapter; leave --adapter or {' and '.join(engines)} out")
     if args.vllm is not None:
@@ -170,7 +205,7 @@ def markdown(report: Row) -> str:
         f"{report['backbone']}, {report['dtype']}, {report['device']}, {report['threads']} threads; {report['prompts']} prompts, up to"
         f" {report['max_new_tokens']} tokens each; {versions}"
     )
-    missing = [engine for engine in (VLLM, LLAMA) if report["versions"][engine] is None]
+    missing = [engine for engine in DRIVERS if report["versions"][engine] is None]
     lines, tasks = [TITLES, ("---:", "---:", "---", *["---:"] * 6)], [*report["tasks"]]
     by_task: list[Sequence[str]] = [("T", "batch", "system, tokens/s", *tasks), ("---:", "---:", "---", *["---:"] * len(tasks))]
     for temperature, batch in settings_of(report):
@@ -201,6 +236,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--vllm", type=Path, metavar="PYTHON", help="the Python of an environment with vLLM 0.32 (default: without vLLM)")
     options.add_argument("--vllm-eager", action="store_true", help="have vLLM compile nothing")
     options.add_argument("--llama", type=Path, metavar="FOLDER", help="where node-llama-cpp is installed (default: without llama.cpp)")
+    about = "the Python of an environment with openvino-genai and optimum-intel (default: without OpenVINO)"
+    options.add_argument("--openvino", type=Path, metavar="PYTHON", help=about)
     options.add_argument("--node", default="node", metavar="PROGRAM", help="what runs it (node)")
     options.set_defaults(include_heads_only=True, prompt_lookup=True, max_new_tokens=96)
     return options

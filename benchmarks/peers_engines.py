@@ -1,4 +1,4 @@
-"""vLLM and llama.cpp as systems of a benchmark (benchmarks/peers.py), each in a process of its own that answers lines of JSON.
+"""vLLM, llama.cpp and OpenVINO as systems of a benchmark (benchmarks/peers.py), each in a process of its own that answers lines of JSON.
 
 The driver is called as COMMAND FD: it reads a line on the standard input, the job, and writes to the file descriptor FD. Once the model is
 loaded it writes ``version`` and ``threads``. Then for each line with ``prompts`` (lists of tokens), ``new_tokens``, ``temperature`` and
@@ -27,9 +27,9 @@ from headstart.inference.measure import Settings
 from headstart.inference.steps import PARTS, Tally
 from headstart.support.errors import UserError, cause
 
-VLLM, LLAMA = "vllm", "llama.cpp"
+VLLM, LLAMA, OPENVINO = "vllm", "llama.cpp", "openvino"
 HERE = Path(__file__).parent
-DRIVERS = {VLLM: HERE / "peers_vllm.py", LLAMA: HERE / "peers_llama.mjs"}
+DRIVERS = {VLLM: HERE / "peers_vllm.py", LLAMA: HERE / "peers_llama.mjs", OPENVINO: HERE / "peers_openvino.py"}
 
 
 class Engine(System):
@@ -38,6 +38,7 @@ class Engine(System):
     def __init__(self, name: str, backbone: Backbone, command: Sequence[str], job: dict[str, Any], plain: Engine | None = None) -> None:
         super().__init__(name, backbone)
         self.command, self.job, self.plain, self.drafts = command, job, plain, plain is not None
+        self.one_by_one = job["engine"] == OPENVINO
         self.version: str | None = None
         self._process: subprocess.Popen[str] | None = None
         self._said = tempfile.TemporaryFile("w+", errors="replace")
