@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, of_parents
-from headstart.heads.kv.cached_layers import CachedLayer
-from headstart.heads.kv.draft_cache import DraftCache
-from headstart.heads.kv.rows import RowState, drafted
+from headstart.heads.layers.cached_layers import CachedLayer
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary
+from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.rows import RowState, drafted
 from headstart.heads.layers.start_values import layer_weights, llama_like, probe
 from headstart.heads.medusa import ResBlock
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter

@@ -29,11 +29,11 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, of_parents, pick
 from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
 from headstart.heads.base import Drafter, DrafterConfig
-from headstart.heads.kv.cached_layers import CachedLayer
-from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
-from headstart.heads.kv.rows import RowState, drafted
+from headstart.heads.layers.cached_layers import CachedLayer
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, DecoderLayer, Norm, NormedAttention, Rotary
+from headstart.heads.layers.draft_cache import DraftCache, NodeSlots
+from headstart.heads.layers.rows import RowState, drafted
 from headstart.heads.layers.start_values import engine_fields, layer_weights, llama_like
 from headstart.support.config import Depth
 from headstart.support.errors import UserError

@@ -16,15 +16,15 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.recurrent import Added
-from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.captured import Stopwatch
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
+from headstart.inference.engine.source import Accepted, DraftScoring, Rows
 from headstart.inference.engine.texts import Prompts, Texts
 from headstart.inference.engine.tree import CandidateTree, TreeShape, VerifiedTree, accept, pick
 from headstart.inference.policy import Policy
-from headstart.inference.sources.source import Accepted, DraftScoring, Rows
 from headstart.inference.steps import PARTS, Step
 
 PREFILL_POSITIONS = (16_384, 2048)

@@ -11,9 +11,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from headstart.heads.backbone.model_config import CACHE
 from headstart.inference.decode import Decoder
+from headstart.inference.engine.drafter_source import DrafterSource
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import VerifiedTree
-from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.steps import Step, Tally, cut
 
 if TYPE_CHECKING:

@@ -21,16 +21,15 @@ import torch
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import hooks
 from headstart.heads.base import Drafter
-from headstart.inference.acceptance import Acceptance
-from headstart.inference.capture.backend import is_out_of_memory
 from headstart.inference.capture.capture import HOOKED, BackendName, Capturer, sample_of
-from headstart.inference.capture.plugin import Collect
+from headstart.inference.capture.plugin import Collect, is_out_of_memory
 from headstart.inference.decode import Decoder
+from headstart.inference.engine.acceptance import Acceptance
+from headstart.inference.engine.drafter_source import DrafterSource
+from headstart.inference.engine.proposer import Proposer, ProposerSource
 from headstart.inference.engine.reader import reader_of
+from headstart.inference.engine.source import Source
 from headstart.inference.policy import Policy
-from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.proposer import Proposer, ProposerSource
-from headstart.inference.sources.source import Source
 
 if TYPE_CHECKING:
     from headstart.inference.engine.judge import Judge, Text

@@ -19,10 +19,10 @@ from headstart.heads.backbone.model_config import WITH_IMAGES, end_tokens, read_
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import chat_settings, read_metadata, require_adapter, require_sizes
 from headstart.heads.methods import find_drafter
+from headstart.inference.engine.proposer import Proposer
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
-from headstart.inference.sources.proposer import Proposer
 from headstart.support.errors import UserError, naming
 from headstart.support.json_text import parse_json
 from headstart.support.text import read_text, visible

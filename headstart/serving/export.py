@@ -18,9 +18,8 @@ from headstart.heads.base import Drafter
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import recipe_section
 from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, nearest, readers, require_engine
-from headstart.serving.layouts.checkpoint import Checkpoint, Dtype, read_checkpoint
 from headstart.serving.layouts.files import PROVENANCE, Files, new_folder, read_files, require_new
-from headstart.serving.layouts.layout import Layout
+from headstart.serving.layouts.layout import Checkpoint, Dtype, Layout, read_checkpoint
 from headstart.serving.reading import build, layouts_of, original_of, read_exported, round_as_stored
 from headstart.serving.reference import agreement, reference
 from headstart.support.errors import UserError

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import hooks
-from headstart.heads.kv.rows import FixedMemory
-from headstart.inference.capture.backend import Backend, Function
+from headstart.heads.layers.rows import FixedMemory
 from headstart.inference.capture.captured import PATIENCE, Captured, warn_once
-from headstart.inference.capture.plugin import LACKING, Collect, Compiled, plugin, required
+from headstart.inference.capture.plugin import LACKING, Backend, Collect, Compiled, Function, plugin, required
 from headstart.support.devices import is_accelerator
 from headstart.support.errors import UserError
 

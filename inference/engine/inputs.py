@@ -24,7 +24,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.backbone.images import ENCODED, KINDS, Images, size_of, split_rows
 from headstart.heads.backbone.model_config import CACHE, NAMES
-from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.engine.processing import common_prefix
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request

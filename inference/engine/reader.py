@@ -24,8 +24,8 @@ from headstart.heads.backbone.features import Features, join_features, stack_row
 from headstart.heads.backbone.images import Images
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
-from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache, masks_by_kind
-from headstart.heads.kv.rows import pad_rows
+from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache, masks_by_kind
+from headstart.heads.layers.rows import pad_rows
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts, available
 from headstart.inference.engine.tree import CandidateTree, graph_size

@@ -26,9 +26,8 @@ from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.draft_model import DraftModel as Drafter
 from headstart.heads.mtp import Mtp
-from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files, require_finite, require_new
-from headstart.serving.layouts.layout import Counting, Heads, Layout
+from headstart.serving.layouts.layout import Checkpoint, Counting, Heads, Layout
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, write_json
 from headstart.support.json_text import read_json

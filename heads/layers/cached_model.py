@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import pick
-from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache, extend_ancestors, masks_by_kind
-from headstart.heads.kv.rows import RowState, drafted, grown, join_rows, select_rows
+from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache, extend_ancestors, masks_by_kind
+from headstart.heads.layers.rows import RowState, drafted, grown, join_rows, select_rows
 
 
 @dataclass(frozen=True)
