@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, of_parents, pick
-from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
+from headstart.heads.backbone.weight_files import LAYOUTS, find_native, read_native
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.cached_layers import CachedLayer
 from headstart.heads.layers.causal_attention import divide

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from headstart.heads.backbone.images import Images
+from headstart.heads.backbone.features import Images
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request, require_memory, require_side
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
-from headstart.inference.handover import turn
+from headstart.inference.runtime import turn
 from headstart.inference.steps import Step, Tally
 from headstart.support.errors import UserError
 

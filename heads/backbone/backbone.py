@@ -17,11 +17,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone import model_config, probes
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, Images, placeholders
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, find_dependence, recomputed_layers, structure, tapped
-from headstart.heads.backbone.images import Images, placeholders
 from headstart.heads.backbone.model_config import cache_argument, say_untested
 from headstart.heads.backbone.tree_attention import EXACT_FROM, additive_mask, repeated_tokens, tree_attention
 from headstart.support.devices import find_accelerator

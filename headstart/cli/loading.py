@@ -64,7 +64,7 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
     if not args.image:
         return Prompter(tokenizer, style, prompt_tokens, settings)
     from headstart.chat.images import ImagePrompter, read_image  # here, since few need it
-    from headstart.heads.backbone.images import image_reader
+    from headstart.heads.backbone.features import image_reader
 
     images = tuple(read_image(name)[0] for name in args.image)
     reader = image_reader(name, tokenizer, trust_remote_code=args.trust_remote_code)

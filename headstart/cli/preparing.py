@@ -213,7 +213,7 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
 
 def schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of recipes, or write it to a file."""
-    from headstart.training.recipe.schema import recipe_schema
+    from headstart.training.recipe.recipe import recipe_schema
 
     require_writable("--out", args.out)
     if args.out:

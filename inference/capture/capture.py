@@ -32,17 +32,13 @@ BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
 first call; ``compile`` compiles what lacks."""
 
 
-def _trace() -> type[Backend]:
-    return required().trace
-
-
 def _cuda_graph() -> type[Backend]:
     from headstart.inference.capture.cuda_graph import CudaGraph
 
     return CudaGraph
 
 
-BACKENDS: dict[str, Callable[[], type[Backend]]] = {"trace": _trace, "cuda-graph": _cuda_graph}
+BACKENDS: dict[str, Callable[[], type[Backend]]] = {"trace": lambda: required().trace, "cuda-graph": _cuda_graph}
 """Imported when they are chosen."""
 _NOT_PROVED = {"cuda": " until CUDA graphs have run on a GPU since they were mended"}
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.layers.rows import FixedMemory
+from headstart.support.devices import holding
 from headstart.support.errors import UserError
 from headstart.support.pytree import builder, flatten, list_tensors
 
@@ -286,11 +287,6 @@ def region() -> Iterator[None]:
         leave()
 
 
-@contextmanager
-def marking(mark: Mark) -> Iterator[None]:
+def marking(mark: Mark) -> AbstractContextManager[None]:
     """Within this context `region` calls ``mark`` at its start, and what that returns at its end."""
-    token = _mark.set(mark)
-    try:
-        yield
-    finally:
-        _mark.reset(token)
+    return holding(_mark, mark)

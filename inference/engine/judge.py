@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Images
 from headstart.heads.backbone.hooks import nudged
-from headstart.heads.backbone.images import Images
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.processing import History, Processing

@@ -70,7 +70,7 @@ FAULTS = (
           '"target_layer_ids": [tap - 1 for tap in self.taps]', '"target_layer_ids": list(self.taps)', "serving/test_export.py"),
     Fault("imported taps counted the other way", "headstart/serving/layouts/eagle3.py",
           '(way == "layer") for i', '(way == "hs") for i', "serving/test_import.py"),
-    Fault("verify compares tokens alone", "headstart/serving/reference.py",
+    Fault("verify compares tokens alone", "headstart/serving/export.py",
           "return self.equal == self.drafts and self.distance <= TOLERANCE", "return self.equal == self.drafts", "serving/test_verify.py"),
     Fault("GGUF's pattern of layers shifted", "heads/backbone/gguf_config.py",
           "(layer + 1) % value != 0", "layer % value != 0", "heads/test_gguf_config.py"),

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.chat.images import ImageReader, make_chat
 from headstart.chat.messages import prompt_length
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.images import image_reader
+from headstart.heads.backbone.features import image_reader
 from headstart.support.errors import UserError, notice
 from headstart.training.data.batches import Mix
 from headstart.training.data.check import Check, compare

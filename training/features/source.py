@@ -21,10 +21,9 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from headstart.chat.images import ImageFile
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.features import Features, join_features, stack_rows
+from headstart.heads.backbone.features import Features, Images, join_features, stack_rows, with_positions
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.head_only import load_head_only
-from headstart.heads.backbone.images import Images, with_positions
 from headstart.heads.backbone.model_config import WITH_IMAGES, load_config, loaded_dtype, quantizing
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
