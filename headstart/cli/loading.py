@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from contextvars import copy_context
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
@@ -23,6 +22,7 @@ from headstart.inference.engine.proposer import Proposer
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
+from headstart.support.devices import holding
 from headstart.support.errors import UserError, naming
 from headstart.support.json_text import parse_json
 from headstart.support.text import read_text, visible
@@ -110,9 +110,8 @@ def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
     """Load the frozen backbone, with --adapter, and set the number of CPU threads."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    context = copy_context()
-    context.run(WITH_IMAGES.set, bool(vars(args).get("image")))
-    backbone = context.run(load_backbone, name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    with holding(WITH_IMAGES, bool(vars(args).get("image"))):
+        backbone = load_backbone(name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     if args.adapter is not None:
         backbone.attach(args.adapter)
     return backbone

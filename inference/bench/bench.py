@@ -201,8 +201,7 @@ def compare(
             ours = {system: result(by_system[system], references, race.settings, sizes) for system in drafting}
             rows = {system: baseline(by_system[system], references, sizes) for system in baselines}
             for system, row in (rows | ours).items():
-                said = f"{race.title}: {system.name}: tau {row['tau']:.2f}, {row['tokens_per_second']:.1f} tokens/s"
-                tqdm.write(said, file=sys.stderr)
+                tqdm.write(f"{race.title}: {system.name}: tau {row['tau']:.2f}, {row['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
             _judge(judging, rows | ours, by_system, race)
             report["baselines"], report["results"] = [*report["baselines"], *rows.values()], [*report["results"], *ours.values()]
             report["dropped_turns"] += race.dropped_turns
