@@ -291,7 +291,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     with model_config.loading("tokenizer", path), waiting(f"loading the tokenizer of {path}"):
         if (gguf := find_gguf(path)) is None:
             return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
-        from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer  # here, since few backbones are such files
+        from headstart.heads.backbone.gguf_header import gguf_tokenizer  # here, since few backbones are such files
 
         with quick_reader():
-            return gguf_tokenizer(gguf) or AutoTokenizer.from_pretrained(**gguf.arguments)
+            return gguf_tokenizer(gguf.path, gguf.architecture) or AutoTokenizer.from_pretrained(**gguf.arguments)

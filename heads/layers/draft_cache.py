@@ -127,7 +127,6 @@ class DraftCache(RowState):
 
     @property
     def slots(self) -> int:
-        """Slots per row."""
         return self.keys_BGSC.shape[2]
 
     @property
