@@ -109,7 +109,6 @@ class Hydra(OwnReadoutDrafter):
             nn.Sequential(ResBlock(D, (k + 2) * D), *(ResBlock(D) for _ in range(config.layers - 1))) for k in range(config.depth)
         )
         self.lm_heads = nn.ModuleList(nn.Linear(D, self.draft_vocab) for _ in range(config.depth))
-
         self.embedding_scale = 1.0
         """A power of two, so that weights are scaled without rounding; set with the weights, since it depends on the backbone's."""
 

@@ -102,8 +102,6 @@ CACHED, HELD = 2**18, 2**27
 """Scores per block: on a CPU as many as fit its caches (1 MB in fp32), on an accelerator 512 MB."""
 LEAST, MOST = 64, 512
 """Bounds of the queries per block. A block takes the keys of all documents it touches, so it is no longer than the longest."""
-
-
 Bounds = tuple[int, int, int, int]
 """(first query, last query + 1, first key, last key + 1) of a block."""
 

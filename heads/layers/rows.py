@@ -89,7 +89,6 @@ def _changed_each(of_state: Change, of_tensor: Change, *values: Any) -> Any:
 
 STEP = 64
 """Capacities are multiples of this, so that few shapes occur."""
-
 MAX_COARSE = 1024
 """Capacities on an accelerator are powers of two up to this, then multiples of it."""
 MAX_ROWS = 64

@@ -39,16 +39,10 @@ from headstart.inference.engine.tree import CandidateTree, chain, pick
 
 WIDTHS = (64, 8, 1)
 """Positions of a piece: trees, batches and plain steps multiply 1 to some hundred rows, a whole text more."""
-
-
 REGION = 64
 """Positions at the end of a text that are read again."""
-
-
 SIBLINGS = 24
 """Tokens that are read beside each other, at one position."""
-
-
 MARGIN = 3.0
 """Times the largest difference measured: a measurement sees some positions, a benchmark thousands."""
 
