@@ -33,7 +33,7 @@ from transformers.utils import logging
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
-from headstart.inference.capture.backend import Backend
+from headstart.inference.capture.plugin import Backend
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel

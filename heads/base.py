@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headstart.heads.backbone.features import Anchors, Features, gather_anchors
 from headstart.heads.backbone.hooks import recomputed
 from headstart.heads.card import Contents, write_checkpoint
-from headstart.heads.kv.rows import RowState
+from headstart.heads.layers.rows import RowState
 from headstart.support.config import MAX_DEPTH, Depth, StrictModel
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors, map_tensors

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, Features, dense_from_anchors, of_parents
 from headstart.heads.base import Drafter, DrafterConfig
-from headstart.heads.kv.cached_layers import CachedLayer
-from headstart.heads.kv.draft_cache import DraftCache
-from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers import block_parts as parts
 from headstart.heads.layers.block_attention import lay_out, seen_elements
+from headstart.heads.layers.cached_layers import CachedLayer
 from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, rotary_at
+from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.rows import RowState, drafted
 from headstart.heads.layers.start_values import LayerShape, engine_fields, llama_like, probe, start_fusion, start_normed, tap_sizes
 from headstart.support.config import Depth, Layers, Size
 from headstart.support.errors import UserError

@@ -22,15 +22,16 @@ from pydantic import FiniteFloat
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headstart import __version__
 from headstart.heads.backbone.adapter import ADAPTER
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.fingerprint import VERSION
-from headstart.heads.custom_generate import carried_files
 from headstart.support.files import file_hash, transaction
 from headstart.support.json_text import Form
 
 METADATA = "headstart.json"
 FORMAT = 1
+GENERATE = "custom_generate/generate.py"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def write_checkpoint(folder: Path, contents: Contents, backbone: Backbone, extra
     if backbone.gguf is not None:
         trained_on["stored"], extra = backbone.gguf.stored, {**extra, "gguf": backbone.gguf.provenance}
     with transaction(folder) as new:
-        for name, content in (contents.files | carried_files()).items():
+        for name, content in (contents.files | _carried_files()).items():
             (new / name).parent.mkdir(exist_ok=True)
             (new / name).write_bytes(content)
         if backbone.adapter is not None:
@@ -75,6 +76,12 @@ def write_checkpoint(folder: Path, contents: Contents, backbone: Backbone, extra
             "provenance": extra,
         }
         (new / METADATA).write_text(json.dumps(card, indent=2) + "\n")
+
+
+def _carried_files() -> dict[str, bytes]:
+    """Return the code with which `transformers` decodes, as it looks for it in a repository, and its requirements, by their path."""
+    code = Path(__file__).parent / GENERATE
+    return {GENERATE: code.read_bytes(), "custom_generate/requirements.txt": f"headstart>={__version__}\n".encode()}
 
 
 class Weights(Form):
@@ -104,14 +111,9 @@ class Vocabulary(Form):
     held_out: FiniteFloat | None
 
 
-class File(Form):
-    file: str
-    sha256: str
-
-
 class Start(Form):
     path: str
-    weights: File
+    weights: Weights
 
 
 class Chat(Form):

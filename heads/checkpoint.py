@@ -110,8 +110,11 @@ def load_drafter(
     """
     folder, card = read_metadata(path)
     check_contract(str(path), card, backbone, allow_finetuned)
-    _say_precision(str(path), card, backbone)
-    if tokenizer is not None and card["contract"].get("tokenizer") not in (None, tokenizer_digest(tokenizer)):
+    contract = card["contract"]
+    trained = contract.get("precision") or ("another precision" if backbone.match(contract) == "rounded" else None)
+    if trained is not None and trained != backbone.precision:
+        notice(f"{path} was trained on {card['backbone']} in {trained}; here it is in {backbone.precision}: fewer drafts may be accepted")
+    if tokenizer is not None and contract.get("tokenizer") not in (None, tokenizer_digest(tokenizer)):
         notice(f"{path} was trained with a tokenizer that gives other token ids for some texts than this one: fewer drafts may be accepted")
     if tokenizer is not None and not allow_finetuned:
         _require_template(str(path), card, tokenizer)
@@ -124,16 +127,8 @@ def load_drafter(
             raise
     if replaced:  # a run has saved newer heads meanwhile
         return load_drafter(path, backbone, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
-    backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
+    backbone.require_adapter(str(path), folder / ADAPTER, contract.get("adapter"), allow_finetuned)
     return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
-
-
-def _say_precision(path: str, card: dict[str, Any], backbone: Backbone) -> None:
-    """Say if the heads were trained on the backbone in another precision."""
-    contract = card["contract"]
-    trained = contract.get("precision") or ("another precision" if backbone.match(contract) == "rounded" else None)
-    if trained is not None and trained != backbone.precision:
-        notice(f"{path} was trained on {card['backbone']} in {trained}; here it is in {backbone.precision}: fewer drafts may be accepted")
 
 
 def _require_template(path: str, card: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

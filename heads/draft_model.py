@@ -28,7 +28,7 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone, load_toke
 from headstart.heads.backbone.features import Anchors, Features, anchors_by_row, dense_from_anchors
 from headstart.heads.backbone.hooks import contexts
 from headstart.heads.base import Drafter, DrafterConfig, require_count
-from headstart.heads.kv.cached_model import CachedModel, State
+from headstart.heads.layers.cached_model import CachedModel, State
 from headstart.heads.layers.causal_attention import document_masks, document_positions, draft_masks
 from headstart.support.config import Depth, Layers, RuleError
 from headstart.support.errors import UserError, naming

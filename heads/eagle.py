@@ -26,11 +26,11 @@ from transformers import LlamaConfig
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, Features, anchors_by_row, of_parents, pick
 from headstart.heads.base import Drafter, DrafterConfig
-from headstart.heads.kv.cached_layers import CachedStack, Pass
-from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
-from headstart.heads.kv.rows import RowState, drafted
+from headstart.heads.layers.cached_layers import CachedStack, Pass
 from headstart.heads.layers.causal_attention import Blocks, divide
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, NoInputNormLayer, Rotary
+from headstart.heads.layers.draft_cache import DraftCache, NodeSlots
+from headstart.heads.layers.rows import RowState, drafted
 from headstart.heads.layers.start_values import LayerShape, engine_fields, layer_weights, llama_like
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError

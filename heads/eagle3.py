@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle import AutoregressiveDrafter
-from headstart.heads.kv.cached_layers import CachedStack
+from headstart.heads.layers.cached_layers import CachedStack
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedLayer, NormedPairLayer, PairLayer, Rotary
 from headstart.heads.layers.start_values import (
     LayerShape,

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, of_parents
-from headstart.heads.kv.cached_layers import CachedLayer
-from headstart.heads.kv.draft_cache import DraftCache
-from headstart.heads.kv.rows import RowState, drafted
+from headstart.heads.layers.cached_layers import CachedLayer
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary
+from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.rows import RowState, drafted
 from headstart.heads.layers.start_values import layer_weights, llama_like, probe
 from headstart.heads.medusa import ResBlock
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
@@ -109,7 +109,6 @@ class Hydra(OwnReadoutDrafter):
             nn.Sequential(ResBlock(D, (k + 2) * D), *(ResBlock(D) for _ in range(config.layers - 1))) for k in range(config.depth)
         )
         self.lm_heads = nn.ModuleList(nn.Linear(D, self.draft_vocab) for _ in range(config.depth))
-
         self.embedding_scale = 1.0
         """A power of two, so that weights are scaled without rounding; set with the weights, since it depends on the backbone's."""
 

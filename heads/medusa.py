@@ -3,8 +3,6 @@
 Each head is ``layers`` residual blocks ``x + silu(Wx + b)`` and its own output layer. The blocks start as the identity and
 the output layers as the backbone's, so an untrained head gives the backbone's next-token distribution.
 
-The residual block of Medusa (2401.10774) and Hydra (2402.05109) heads.
-
 Shape suffixes: B batch, T positions, D width, N tree nodes, K depth, X input width.
 """
 

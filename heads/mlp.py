@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, of_parents
-from headstart.heads.kv.rows import RowState, drafted
+from headstart.heads.layers.rows import RowState, drafted
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter, at_depth
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError

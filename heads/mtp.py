@@ -27,13 +27,13 @@ from transformers import LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, of_parents, pick
-from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
+from headstart.heads.backbone.weight_files import LAYOUTS, find_native, read_native
 from headstart.heads.base import Drafter, DrafterConfig
-from headstart.heads.kv.cached_layers import CachedLayer
-from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
-from headstart.heads.kv.rows import RowState, drafted
-from headstart.heads.layers.causal_attention import divide
+from headstart.heads.layers.cached_layers import CachedLayer
+from headstart.heads.layers.causal_attention import divide, document_positions
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, DecoderLayer, Norm, NormedAttention, Rotary
+from headstart.heads.layers.draft_cache import DraftCache, NodeSlots
+from headstart.heads.layers.rows import RowState, drafted
 from headstart.heads.layers.start_values import engine_fields, layer_weights, llama_like
 from headstart.support.config import Depth
 from headstart.support.errors import UserError
@@ -198,7 +198,8 @@ class Mtp(Drafter):
             return [hidden_BTD[:, :0] for _ in range(self.trained_depth)]
         embedded_BTD = self.backbone.embed(features.tokens_BT)
         blocks = divide(features.document_BT, (B, self.layer_config.num_attention_heads, T - 2), hidden_BTD.device)
-        first_BT = _first_positions(features) if self.layout.zero_first else None
+        documents_BT = torch.zeros_like(features.tokens_BT) if features.document_BT is None else features.document_BT
+        first_BT = document_positions(documents_BT) == 0 if self.layout.zero_first else None
         passes: list[tuple[Tensor, Tensor]] = []
         states = []
         for k in range(self.trained_depth):
@@ -286,12 +287,3 @@ class Mtp(Drafter):
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         ours = {self.layout.native(name, self.backbone.num_layers): name for name in self.state_dict()}
         super().load_tensors({ours.get(name, name): weight for name, weight in tensors.items()})
-
-
-def _first_positions(features: Features) -> Tensor:
-    """``[B, T]``, True at the first position of each document."""
-    first_BT = torch.zeros_like(features.tokens_BT, dtype=torch.bool)
-    first_BT[:, 0] = True
-    if (document_BT := features.document_BT) is not None:
-        first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
-    return first_BT

@@ -23,11 +23,11 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, Features, dense_from_anchors
 from headstart.heads.eagle import State
 from headstart.heads.eagle3 import FusedTapsConfig, FusedTapsDrafter
-from headstart.heads.kv.cached_layers import Pass
-from headstart.heads.kv.draft_cache import NodeSlots
 from headstart.heads.layers.block_attention import BlockLayout, attend_blocks, lay_out, seen_elements
+from headstart.heads.layers.cached_layers import Pass
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import Rotation, rotary_at
+from headstart.heads.layers.draft_cache import NodeSlots
 from headstart.heads.layers.start_values import probe
 from headstart.support.config import MAX_DEPTH, Layers
 from headstart.support.errors import UserError

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads.card import METADATA
 from headstart.inference.generate import GenerateOutput, SpeculativeModel, load
-from headstart.inference.handover import share
+from headstart.inference.runtime import share
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder
 

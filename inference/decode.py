@@ -8,24 +8,28 @@ Shape suffixes: B batch, N tree nodes, P positions after the root, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.images import Images
+from headstart.heads.backbone.features import Features, Images
+from headstart.heads.backbone.model_config import CACHE
 from headstart.heads.backbone.recurrent import Added
-from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.captured import Stopwatch
+from headstart.inference.engine.drafter_source import DrafterSource
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
+from headstart.inference.engine.source import Accepted, DraftScoring, Rows
 from headstart.inference.engine.texts import Prompts, Texts
 from headstart.inference.engine.tree import CandidateTree, TreeShape, VerifiedTree, accept, pick
 from headstart.inference.policy import Policy
-from headstart.inference.sources.source import Accepted, DraftScoring, Rows
-from headstart.inference.steps import PARTS, Step
+from headstart.inference.steps import PARTS, GenerateOutput, Step, Tally, cut
+
+if TYPE_CHECKING:
+    from headstart.inference.beam.beam import BeamDecoder
 
 PREFILL_POSITIONS = (16_384, 2048)
 """Positions of a prefill of several prompts, padding included, on an accelerator and on a CPU: more take memory and bring no speed."""
@@ -124,9 +128,7 @@ class Decoder:
         return self.noise.of(self.rows, positions, end - first)
 
     def _noise_by_node(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
-        if noise_BPV is None:
-            return None
-        if tree.size == 1:
+        if noise_BPV is None or tree.size == 1:
             return noise_BPV
         levels_BN = torch.tensor([row + [0] * (tree.size - len(row)) for row in tree.levels], device=self.device)
         return noise_BPV[torch.arange(len(self.rows), device=self.device)[:, None], levels_BN]
@@ -268,3 +270,30 @@ class Decoder:
             for values_BNV, asked in ((scores_BNV, self.request.scores), (logits_BNV, self.request.logits))
         )
         return self.texts.write(numbers, runs, scores, logits)
+
+
+def output_of(decoder: Decoder | BeamDecoder, steps: list[Step], request: Request) -> GenerateOutput:
+    """``steps``: those of the call."""
+    if isinstance(decoder, Decoder):
+        beams, steps = None, cut(steps, {number: len(text.written) - 1 for number, text in decoder.texts.of.items()})
+    else:
+        beams = decoder.best()
+    scores, logits = decoder.kept()
+    cache: dict[str, Any] = {CACHE: decoder.prompts.continued.cache}
+    return GenerateOutput(
+        sequences=decoder.sequences(),
+        scores=_by_step(scores) if request.scores else None,
+        logits=_by_step(logits) if request.logits else None,
+        **cache,
+        steps=steps,
+        tally=Tally.of(steps, len(request.ids_BT), max([0, *(source.depth for source in decoder.policy.of_kind(DrafterSource))])),
+        capture=decoder.reader.read.captured_by,
+        sequences_scores=beams.scores_BK if beams is not None and request.scores else None,
+        beam_indices=beams.origins_BKP if beams is not None else None,
+    )
+
+
+def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """Turn lists by row and token into tensors ``[B, V]`` by step; zeros after the end of a row."""
+    longest = max(len(row) for row in rows)
+    return tuple(torch.stack([row[i] if i < len(row) else torch.zeros_like(rows[0][0]) for row in rows]) for i in range(longest))

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig, require_count
-from headstart.heads.kv.cached_model import Rows, read_level
-from headstart.heads.kv.ragged_cache import TreeCache
-from headstart.heads.kv.rows import pad_rows
+from headstart.heads.layers.cached_model import Rows, read_level
+from headstart.heads.layers.ragged_cache import TreeCache
+from headstart.heads.layers.rows import pad_rows
 from headstart.support.errors import UserError
 
 DEPTH = 4

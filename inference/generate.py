@@ -25,18 +25,17 @@ from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import AGAIN, chat_of, load_drafter, read_metadata, recipe_section
-from headstart.inference.acceptance import Acceptance
 from headstart.inference.capture.capture import BackendName, dependencies, warn_once
-from headstart.inference.decode import Decoder
-from headstart.inference.engine.inputs import read_images
+from headstart.inference.decode import Decoder, output_of
+from headstart.inference.engine.acceptance import Acceptance
+from headstart.inference.engine.inputs import entry, handed_streamer, read_images
 from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.noise import row_seeds
+from headstart.inference.engine.proposer import ForcedProposer, Proposer, ProposerSource
 from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_sides
 from headstart.inference.engine.tree import TreeShape, TreeSize
-from headstart.inference.handover import entry, handed_streamer, turn
-from headstart.inference.output import GenerateOutput, output_of
-from headstart.inference.runtime import Engine
-from headstart.inference.sources.proposer import ForcedProposer, Proposer, ProposerSource
+from headstart.inference.runtime import Engine, turn
+from headstart.inference.steps import GenerateOutput
 from headstart.support.devices import plain_arithmetic, without_autocast
 from headstart.support.errors import UserError, waiting
 

@@ -41,10 +41,10 @@ old times are forgotten with the next of their kind, since something else may ha
 class RecentTimes:
     """A low quantile of the last few times; of fewer than `LOW` the least. ``step``: when the last one was taken."""
 
-    def __init__(self, times: Iterable[float] = (), step: int = 0) -> None:
-        self.times, self.seconds, self.step = deque[float](maxlen=RECENT_TIMES), 0.0, step
+    def __init__(self, times: Iterable[float] = ()) -> None:
+        self.times, self.seconds, self.step = deque[float](maxlen=RECENT_TIMES), 0.0, 0
         for seconds in times:
-            self.add(seconds, step)
+            self.add(seconds)
 
     def add(self, seconds: float, step: int = 0) -> bool:
         """Record a time; True if all before were of a busy machine, which are forgotten. After a long while, they count as one."""

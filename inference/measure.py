@@ -1,4 +1,4 @@
-"""Measures the mean acceptance length (tau), the metric of training, by decoding prompts.
+"""Continues prompts, in one batch or from a queue, and measures the mean acceptance length (tau), the metric of training, by it.
 
 Only the given settings are used: sampling defaults in a model's generation_config.json are ignored, so that measurements at the same
 temperature sample the same distribution. Shape suffixes: B batch, T positions.
@@ -6,19 +6,24 @@ temperature sample the same distribution. Shape suffixes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from headstart.inference.engine.tree import TreeSize
+from headstart.heads.backbone.features import Images
+from headstart.inference.decode import Decoder
+from headstart.inference.engine.request import Request, require_memory, require_side
+from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
-from headstart.inference.steps import Tally
+from headstart.inference.runtime import turn
+from headstart.inference.steps import Step, Tally
 from headstart.support.errors import UserError
 
 MOSTLY = 0.5
@@ -129,3 +134,111 @@ def measure_tau(
     if not tally.tokens:
         raise UserError("no prompts to measure on; give at least one")
     return {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, "tokens": tally.tokens, "passes": tally.passes}
+
+
+# A queue of prompts, decoded in one batch that is always full:
+#
+#     prompts = iter([Prompt(ids_T, seed=0, key="first"), ...])
+#     for step in stream(heads, lambda: next(prompts, None), Queue(settings, batch_size=8)):
+#         for ended in step.ended:
+#             print(ended.prompt.key, ended.tokens)
+#
+# Tokens are those of `SpeculativeModel.generate` with the same settings and seeds.
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids_T: Tensor
+    """int64 [T]."""
+    seed: int
+    key: Any
+    """Whatever the caller knows it by."""
+    images: Images | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A prompt with its whole continuation."""
+
+    prompt: Prompt
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A decoding step: the number of tokens written after each prompt being continued (those of the prefill apart), and what has ended."""
+
+    written: list[tuple[Prompt, int]]
+    ended: list[Ended]
+    forward: Step | None
+    """The forward pass; None if all prompts that were taken ended with their first token."""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """How the prompts of a queue are continued. ``settings``: no stop strings."""
+
+    settings: Settings
+    batch_size: int
+    """Rows decoded at once."""
+    end_tokens: Collection[int] = ()
+    """Tokens that end a continuation."""
+    speculate: bool = True
+    """False: autoregressive decoding."""
+
+
+@torch.no_grad()
+def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Queue) -> Generator[Progress]:
+    """Continue prompts until there are no more, ``batch_size`` at a time.
+
+    ``take`` returns the next prompt, or None if there is none for the time being: it is called again after each step, so a prompt may
+    follow from what has ended. Raises UserError as generate does for a prompt that cannot be continued.
+    """
+    assert not queue.settings.stop
+    with turn(heads.backbone.model), heads.running():
+        together = heads.backbone.dependence is None
+        engine = heads.engine(queue.speculate and together and bool(heads.drafters or heads.proposers))
+        request, shape = _request(heads.backbone.device, queue), queue.settings.tree
+        seeds_B = torch.zeros(queue.batch_size, dtype=torch.int64, device=heads.backbone.device) if request.sample else None
+        fixed = shape if isinstance(shape, TreeShape) else None
+        decoder = Decoder(engine.reader, engine.policy, request, fixed, seeds_B, queue.batch_size if together else 1)
+        rows = _Rows(decoder, take, queue)
+        while live := rows.fill():
+            forward = decoder.step() if decoder.admit() else None
+            written = [] if forward is None else [(live[number], tokens) for number, tokens in forward.written.items()]
+            over = [number for number in live if decoder.texts.of[number].ended]
+            yield Progress(written, [Ended(live.pop(number), decoder.texts.of[number].written) for number in over], forward)
+
+
+class _Rows:
+    """The prompts being continued, by the numbers of their sequences."""
+
+    def __init__(self, decoder: Decoder, take: Callable[[], Prompt | None], queue: Queue) -> None:
+        self.decoder, self.take, self.queue = decoder, take, queue
+        self.live: dict[int, Prompt] = {}
+
+    def fill(self) -> dict[int, Prompt]:
+        """Take prompts for the free rows; returns what is being continued."""
+        backbone, device = self.decoder.reader.backbone, self.decoder.device
+        while len(self.live) < self.queue.batch_size and (prompt := self.take()) is not None:
+            length = len(prompt.ids_T)
+            limit = length + self.queue.settings.max_new_tokens
+            require_side(backbone, length)
+            require_memory(backbone, len(self.live) + 1, length, 1)
+            number = next(number for number in count() if number not in self.live)
+            self.live[number] = prompt
+            self.decoder.put(number, prompt.ids_T.to(device), limit, prompt.seed, prompt.images)
+        return self.live
+
+
+def _request(device: torch.device, queue: Queue) -> Request:
+    """The request of a call without prompts; the logits processors are those that transformers makes of the settings, in its order."""
+    settings, processors = queue.settings, LogitsProcessorList()
+    sample = settings.temperature > 0
+    if sample and settings.temperature != 1:
+        processors.append(TemperatureLogitsWarper(settings.temperature))
+    if sample and settings.top_k:
+        processors.append(TopKLogitsWarper(settings.top_k))
+    if sample and settings.top_p < 1:
+        processors.append(TopPLogitsWarper(settings.top_p))
+    return Request.plain(torch.zeros(0, 0, dtype=torch.int64, device=device), 0, queue.end_tokens, processors, sample)

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from headstart.inference.acceptance import Choice, best_tree
 from headstart.inference.capture.captured import Stopwatch
+from headstart.inference.engine.acceptance import Choice, best_tree
+from headstart.inference.engine.source import Rows, Source
 from headstart.inference.engine.tree import TREE_SIZES, CandidateTree, Pool, graph_size
 from headstart.inference.latency import FIRST_NODES, PASS, CostModel, Costs
-from headstart.inference.sources.source import Rows, Source
 
 Kind = TypeVar("Kind", bound=Source)
 

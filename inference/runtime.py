@@ -2,6 +2,9 @@
 
 While captures are in use, one text in some hundred is judged by the uncaptured model (`SpotCheck`), so that a fault of theirs does not go
 on. A token that is off by more than rounding turns captures off, with one line that names the text; what was written cannot be taken back.
+
+Calls on one model share its hooks, its captured forward passes and the drafters' statistics, so calls of several threads take turns
+(`turn`); calls on different models run at the same time.
 """
 
 from __future__ import annotations
@@ -15,22 +18,25 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import hooks
 from headstart.heads.base import Drafter
-from headstart.inference.acceptance import Acceptance
-from headstart.inference.capture.backend import is_out_of_memory
 from headstart.inference.capture.capture import HOOKED, BackendName, Capturer, sample_of
-from headstart.inference.capture.plugin import Collect
+from headstart.inference.capture.plugin import Collect, is_out_of_memory
 from headstart.inference.decode import Decoder
+from headstart.inference.engine.acceptance import Acceptance
+from headstart.inference.engine.drafter_source import DrafterSource
+from headstart.inference.engine.proposer import Proposer, ProposerSource
 from headstart.inference.engine.reader import reader_of
+from headstart.inference.engine.source import Source
 from headstart.inference.policy import Policy
-from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.proposer import Proposer, ProposerSource
-from headstart.inference.sources.source import Source
+from headstart.support.devices import holding
+from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
     from headstart.inference.engine.judge import Judge, Text
@@ -89,11 +95,8 @@ class SpotCheck:
 @contextmanager
 def paused() -> Iterator[None]:
     """Check no text in this context: for benchmarks, which judge every text."""
-    token = _paused.set(True)
-    try:
+    with holding(_paused, True):
         yield
-    finally:
-        _paused.reset(token)
 
 
 def _text(decoder: Decoder, row: int) -> Text:
@@ -103,6 +106,44 @@ def _text(decoder: Decoder, row: int) -> Text:
     seed_1 = None if decoder.seeds_B is None else decoder.seeds_B[row : row + 1]
     images = decoder.prompts.images.get(row)
     return Text(text.ids_T, len(text.written), seed_1, request.processing, request.pads_B[row], row, images)
+
+
+class Turn:
+    """A lock and the thread that holds it."""
+
+    def __init__(self) -> None:
+        self.lock, self.thread = threading.Lock(), 0
+
+
+_turns: WeakKeyDictionary[nn.Module, Turn] = WeakKeyDictionary()  # not an attribute of the model, which could then not be copied
+_adding = threading.Lock()
+
+
+def share(other: nn.Module, model: nn.Module) -> None:
+    """Let calls on ``other``, which has the parts of ``model``, take turns with those on ``model``."""
+    with _adding:
+        _turns[other] = _turns.setdefault(model, Turn())
+
+
+@contextmanager
+def turn(model: nn.Module) -> Iterator[None]:
+    """Wait until no other thread decodes on ``model``, and keep others waiting during the block.
+
+    Raises UserError if this thread is decoding on it already, since it would wait for itself.
+    """
+    with _adding:
+        its = _turns.setdefault(model, Turn())
+    if its.thread == threading.get_ident():
+        raise UserError(
+            "generate was called inside a call of generate on the same model (by a streamer, a logits processor or a stopping criterion); "
+            "call it when that one has ended"
+        )
+    with its.lock:
+        its.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            its.thread = 0
 
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What decoding steps wrote and took, and sums over them: what every report counts from."""
+"""What decoding steps wrote and took, and sums over them: what every report counts from, and what a call to generate returns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from headstart.inference.engine.tree import VerifiedTree
 
@@ -163,3 +166,72 @@ class Tally:
 def _by_depth(counts: list[int]) -> list[int]:
     """How many of the counts are larger than 0, 1, ..."""
     return [sum(count > depth for count in counts) for depth in range(max(counts, default=0))]
+
+
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):
+    """The output with ``return_dict_in_generate=True``: transformers' fields and statistics of the decoding steps."""
+
+    steps: list[Step] = None  # type: ignore[assignment]  # transformers allows no other default
+    """The forward passes of the backbone after prefill."""
+    tally: Tally = None  # type: ignore[assignment]
+    """The sums over them."""
+    capture: str | None = None
+    """How its last passes ran: ``compile``, ``trace``, ``cuda-graph`` or ``off``."""
+    sequences_scores: Tensor | None = None
+    """With ``num_beams`` and ``output_scores=True``: the score of each sequence."""
+    beam_indices: Tensor | None = None
+    """With ``num_beams``: the beam that each token continued, int32 ``[B * num_return_sequences, T]``; -1 after the end."""
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of the backbone after prefill."""
+        return len(self.steps)
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length: tokens per row and pass, the backbone's own token included; 1 for autoregressive decoding."""
+        return self.tally.tau
+
+    @property
+    def rested(self) -> int:
+        """Passes in which drafts rested: they would have cost more than they save, or such a pass was to be timed. Where drafts rest in
+        most passes, tau is near 1 whatever they are worth."""
+        return self.tally.rested
+
+    @property
+    def acceptance_per_depth(self) -> list[float]:
+        """Acceptance rate at each depth, as a fraction of passes; tau is 1 + their sum."""
+        return self.tally.acceptance_per_depth
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Total seconds spent on ``draft``, ``verify`` and ``host`` (on an accelerator, exact only with ``timed=True``)."""
+        return self.tally.seconds
+
+    @property
+    def nodes(self) -> list[int]:
+        """For each pass, the nodes of a row's tree, root included: 1 for an autoregressive step; with beams, each beam has a root."""
+        return [step.nodes for step in self.steps]
+
+    @property
+    def accept_lengths(self) -> list[list[int]]:
+        """For each row, the number of tokens that each pass wrote."""
+        return [[step.written[row] for step in self.steps if row in step.written] for row in range(self.tally.texts)]
+
+    @property
+    def trees(self) -> list[list[VerifiedTree]] | None:
+        """For each row, the verified tree of each of its passes; None with beams."""
+        if self.beam_indices is not None:
+            return None
+        return [[step.trees[row] for step in self.steps if row in step.written] for row in range(self.tally.texts)]
+
+    @property
+    def kept(self) -> list[list[int]] | None:
+        """For each row, the number of drafts that each pass accepted, those past the end of the text included; None with beams."""
+        return None if self.trees is None else [[tree.kept for tree in row] for row in self.trees]
+
+    @property
+    def drafted(self) -> list[list[int]] | None:
+        """For each row, the number of tokens drafted for each pass; None with beams."""
+        return None if self.trees is None else [[tree.drafted for tree in row] for row in self.trees]

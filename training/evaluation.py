@@ -26,9 +26,8 @@ from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings
+from headstart.inference.measure import Prompt, Queue, Settings, stream
 from headstart.inference.steps import Tally
-from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.errors import cause
 from headstart.support.terminal import progress
 from headstart.support.text import token_texts

@@ -17,11 +17,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone import model_config, probes
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, Images, placeholders
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
 from headstart.heads.backbone.hooks import Evaluation, find_dependence, recomputed_layers, structure, tapped
-from headstart.heads.backbone.images import Images, placeholders
 from headstart.heads.backbone.model_config import cache_argument, say_untested
 from headstart.heads.backbone.tree_attention import EXACT_FROM, additive_mask, repeated_tokens, tree_attention
 from headstart.support.devices import find_accelerator
@@ -292,7 +291,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     with model_config.loading("tokenizer", path), waiting(f"loading the tokenizer of {path}"):
         if (gguf := find_gguf(path)) is None:
             return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
-        from headstart.heads.backbone.gguf_tokenizer import gguf_tokenizer  # here, since few backbones are such files
+        from headstart.heads.backbone.gguf_header import gguf_tokenizer  # here, since few backbones are such files
 
         with quick_reader():
-            return gguf_tokenizer(gguf) or AutoTokenizer.from_pretrained(**gguf.arguments)
+            return gguf_tokenizer(gguf.path, gguf.architecture) or AutoTokenizer.from_pretrained(**gguf.arguments)

@@ -86,16 +86,12 @@ def _dtype_errors(values: Sequence[float]) -> list[float]:
 
 
 def _rounding_errors(matrix: Tensor, places: Sequence[int], types: Sequence[str]) -> list[float]:
-    """Return the largest error of rounding to these types at each place."""
+    """Return the largest error of rounding to these types at each place: a share of the largest magnitude in its block."""
     share = sum(2.0 ** (1 - bits) for stored in types if (bits := bits_of(stored)) is not None)
-    return [share * _largest(matrix, place) if share else 0.0 for place in places]
-
-
-def _largest(matrix: Tensor, place: int) -> float:
-    """Return the largest magnitude of a place's block."""
-    row, column = divmod(place, matrix.shape[1])
-    start = column // BLOCK * BLOCK
-    return float(matrix[row, start : start + BLOCK].detach().abs().max())
+    if not share:
+        return [0.0] * len(places)
+    starts = [(row, column // BLOCK * BLOCK) for row, column in (divmod(place, matrix.shape[1]) for place in places)]
+    return [share * float(matrix[row, start : start + BLOCK].detach().abs().max()) for row, start in starts]
 
 
 def _values(matrices: Sequence[Tensor], places: Places) -> list[float]:

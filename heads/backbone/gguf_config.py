@@ -59,7 +59,7 @@ PATTERNS = {"attention.sliding_window_pattern": "sliding_attention", "full_atten
 UNUSED = {"context_length", "attention.layer_norm_epsilon"}
 """Keys that llama.cpp needs or writes for models without a table of positions, or with another norm (src/models/gemma3.cpp)."""
 TOKENIZER = re.compile(r"chat_template|huggingface|\.(model|pre|tokens|token_type.*|scores|merges|add_(bos|eos)_token|add_space_prefix)$")
-"""What is read of the tokenizer (gguf_tokenizer.py), or says nothing of its ids."""
+"""What is read of the tokenizer (gguf_header.py), or says nothing of its ids."""
 TRUE = ("ggml.escape_whitespaces",)
 """What is true of a tokenizer where it is not stated."""
 LARGE = {"gemma2": 46, "gemma3": 62}

@@ -1,17 +1,27 @@
 """The header of a GGUF file (llama.cpp's format): metadata, and name, type and size of each tensor. No weights are read.
 
 The package ``gguf`` reads it too, but makes an array of every token and merge of the vocabulary first, which takes seconds.
+
+It holds the tokenizer too, whose ids are those of the vocabulary that the file was made from, as in llama.cpp. A file names how its
+vocabulary splits text. transformers knows few of the names and splits the others as GPT-2 does, without a word, so tokenizers of pairs of
+bytes and of SentencePiece are built here. RULES, WHOLE_WORDS and BEGINS are facts of llama.cpp (src/llama-vocab.cpp in llama-cpp-python
+0.3.36), in the words of the original tokenizers where it quotes them. tests/oracles/llama_ids.py asks llama.cpp.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from math import prod
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from headstart.support.errors import notice
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -115,3 +125,112 @@ class _Reader:
         kind, offset = GGMLQuantizationType(self.number("I")), self.number("Q")
         elements, (block, size) = prod(shape), GGML_QUANT_SIZES[kind]
         return name, kind.name, elements, offset, elements // block * size
+
+
+# The tokenizer.
+
+ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS = rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{ENDS}"
+UPPER, LOWER = (rf"[{cases}\p{{Lm}}\p{{Lo}}\p{{M}}]" for cases in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{UPPER}*{LOWER}+|{UPPER}+{LOWER}*)%s|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{ENDS}"
+MARKS = rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{ENDS}"
+MARKED = rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{ENDS}"
+CLAUSES = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{0964}\x{06D4}\x{060C})]+"
+LATER = r"\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FF}\x{AB30}-\x{AB6F}\x{10570}-\x{105BF}"
+LETTERS = rf"[[\p{{Lu}}\p{{Ll}}\p{{Lt}}]&&[^{LATER}\x{{10D50}}-\x{{10D8F}}\x{{16E40}}-\x{{1DFFF}}]]"
+"""Letters with cases of the alphabets that DeepSeek lists."""
+SIGNS = r"[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]"
+ASIAN = r"[\x{800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
+
+RULES: dict[str, tuple[str, ...]] = {
+    "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4": (GPT2,),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (r"\p{N}", GPT2),
+    "falcon": (r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]"),
+    "deepseek-llm": (r"[\r\n]", rf"\s?{LETTERS}+", rf"\s?{SIGNS}+", r"\s+$", ASIAN, r"\p{N}+"),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", ASIAN, r"\p{N}"),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": (r"\p{N}{1,3}", r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+", MARKS),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": (WORDS % r"\p{N}{1,3}",),
+    "dbrx smaug-bpe chatglm-bpe glm4 glm5": (WORDS % r"\p{N}{1,3}",),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": (WORDS % r"\p{N}",),
+    "qwen35": (MARKED,),
+    "minicpm5": (r"\p{N}{1,3}", WORDS % r"\p{N}+"),
+    "seed-coder": ((WORDS % r"\p{N}").replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"),),
+    "tekken": (CASED % ("", r"\p{N}"),),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": (CASED % (f"{SHORT}?", r"\p{N}{1,3}"),),
+    "poro-chat bloom gpt3-finnish": (CLAUSES,),
+    "viking": (CLAUSES, r"\p{N}"),
+}
+"""Names of `tokenizer.ggml.pre`, and what splits text one after the other: the matches of each, and what lies between them."""
+BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"}
+"""Those that begin a text with its first token where the file does not say."""
+WHOLE_WORDS = BEGINS | {"glm4", "glm5", "minicpm5"}
+"""Those that take a word of the vocabulary whole, whatever its pairs."""
+KEPT = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+TEMPLATE = "tokenizer.chat_template"
+"""The chat template; behind a dot the names of others, such as tool_use."""
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+WORD = "\u2581"
+DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
+"""Special tokens of SentencePiece where the file names none."""
+
+
+def gguf_tokenizer(path: Path, architecture: str) -> PreTrainedTokenizerBase | None:
+    """Build the tokenizer; None for vocabularies of other kinds. Says which rule is not known. Raises KeyError for an incomplete header."""
+    metadata = read_header(path, KEPT).metadata
+    stated = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
+    pieces = stated.get("model") == "llama"
+    if not pieces and stated.get("model") != "gpt2":
+        return None
+    tokens, pre = stated["tokens"], stated.get("pre")
+    usual = DEFAULTS if pieces else {}
+    numbers = {name: stated.get(f"{name}_token_id", usual.get(name)) for name in ("bos", "eos", "unknown", "padding")}
+    special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
+    backend = _of_pieces(stated, special["unknown"]) if pieces else _of_bytes(stated, path)
+    templates = {key.removeprefix(f"{TEMPLATE}."): text for key, text in metadata.items() if key.startswith(f"{TEMPLATE}.")}
+    template = {"default": metadata.get(TEMPLATE), **templates} if templates else metadata.get(TEMPLATE)
+    backend.add_tokens([*_added(stated, stripped=architecture == "phi3" and pieces)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, name_or_path=str(path.parent), chat_template=template,
+        add_bos_token=stated.get("add_bos_token", pieces or pre in BEGINS), add_eos_token=stated.get("add_eos_token", False),
+        bos_token=special["bos"], eos_token=special["eos"], unk_token=special["unknown"], pad_token=special["padding"],
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def _added(stated: dict[str, Any], stripped: bool) -> Iterator[AddedToken]:
+    """The tokens that are found in a text before it is split. ``stripped``: white space behind one is left out, as in Phi-3."""
+    for token, kind in zip(stated["tokens"], stated.get("token_type", ()), strict=False):
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+            strip = stripped and token not in ("<unk>", "<s>", "<|endoftext|>")
+            yield AddedToken(token, special=kind != USER_DEFINED, normalized=False, rstrip=strip)
+
+
+def _of_bytes(stated: dict[str, Any], path: Path) -> Tokenizer:
+    pre = stated.get("pre")
+    rule = next((rule for names, rule in RULES.items() if pre in names.split()), None)
+    if rule is None:
+        named = f"names an unknown rule of splitting text (tokenizer.ggml.pre = {pre})" if pre else "names no rule of splitting text"
+        notice(f"{path.name} {named}: it is split as for GPT-2; tokens of digits and spaces may be others than those the model knows")
+    merges = [tuple(merge.split(" ", 1)) for merge in stated["merges"]]
+    vocabulary = {token: number for number, token in enumerate(stated["tokens"])}
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule or (GPT2,)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _of_pieces(stated: dict[str, Any], unknown: str | None) -> Tokenizer:
+    """SentencePiece joins the neighbours whose token has the best score. A space stands before a text, also behind a special token."""
+    vocabulary = {token: number for number, token in enumerate(stated["tokens"])}
+    best = sorted(vocabulary.items(), key=lambda item: -stated["scores"][item[1]])
+    cuts = ((token[:place], token[place:]) for token, _ in best for place in range(1, len(token)))
+    merges = [cut for cut in cuts if cut[0] in vocabulary and cut[1] in vocabulary]
+    backend = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+    spaced, replaced = stated.get("add_space_prefix", True), normalizers.Replace(" ", WORD)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(WORD), replaced]) if spaced else replaced
+    ends = [decoders.Strip(content=" ", left=1)] if spaced else []
+    backend.decoder = decoders.Sequence([decoders.Replace(WORD, " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return backend

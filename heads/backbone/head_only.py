@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
@@ -135,12 +137,7 @@ def load_head_only(
 
 
 def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
-    """Return what transformers makes of the names in a checkpoint of this model, as of DeepSeek-V4's; without such a function, nothing."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:
-        return str
+    """Return what transformers makes of the names in a checkpoint of this model, as of DeepSeek-V4's."""
     mapping = get_model_conversion_mapping(model)
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     several = [step for step in mapping if isinstance(step, WeightConverter) and step.source_patterns == sorted(step.source_patterns)]

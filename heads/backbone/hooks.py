@@ -19,20 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from headstart.heads.backbone.adapter import tuner_state
+from headstart.support.devices import holding
 from headstart.support.errors import UserError
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _within: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("what is computed again", default=nullcontext)
 
 
-@contextmanager
-def recompute_within(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def recompute_within(context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Compute again, in ``context()``, what is run in here: autograd leaves the modes of the forward off in the backward."""
-    token = _within.set(context)
-    try:
-        yield
-    finally:
-        _within.reset(token)
+    return holding(_within, context)
 
 
 def contexts(mode: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Contexts:

@@ -24,7 +24,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, QuantoConfig
+from transformers import AutoConfig, GenerationConfig, GgufConfig, PretrainedConfig, PreTrainedModel, QuantoConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.initialization import no_init_weights
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -200,13 +200,7 @@ def quantizing(dtype: str, gguf: bool) -> QuantizationConfigMixin | None:
     ``gguf``: the weights are those of a GGUF file, which are dequantized; UserError for integers.
     """
     if dtype not in INTEGERS:
-        if not gguf:
-            return None
-        try:
-            from transformers import GgufConfig
-        except ImportError:
-            raise UserError(f"transformers {transformers.__version__} is too old for GGUF files; 5.23 reads them") from None
-        return GgufConfig(dequantize=True)
+        return GgufConfig(dequantize=True) if gguf else None
     if gguf:
         raise UserError(f"dtype {dtype} quantizes safetensors, and this is a GGUF file: take auto, fp32, bf16 or fp16")
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:

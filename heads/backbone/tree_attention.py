@@ -15,7 +15,7 @@ keys of a block, Y blocks, C head width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, cast
@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from headstart.support.devices import is_accelerator
+from headstart.support.devices import holding, is_accelerator
 
 EXACT_FROM = 256
 """Width of a model from which a token's pass in fp32 on a CPU has the same bits among any number of tokens. In smaller ones that would take
@@ -147,24 +147,14 @@ def _is_one_operation(query_BHNC: Tensor) -> bool:
     return _one_operation.get() and query_BHNC.dtype != torch.float64 and bool(query_BHNC.shape[2] <= MAX_EXACT)
 
 
-@contextmanager
-def attention_as_one_operation() -> Iterator[None]:
+def attention_as_one_operation() -> AbstractContextManager[None]:
     """Within this context, of this thread alone, attention of few queries is `few_queries`: for what is traced for a compiler on a CPU."""
-    token = _one_operation.set(True)
-    try:
-        yield
-    finally:
-        _one_operation.reset(token)
+    return holding(_one_operation, True)
 
 
-@contextmanager
-def equal_queries() -> Iterator[None]:
+def equal_queries() -> AbstractContextManager[None]:
     """Within this context, of this thread alone, all queries of a row are equal, so attention is computed for the first."""
-    token = _equal.set(True)
-    try:
-        yield
-    finally:
-        _equal.reset(token)
+    return holding(_equal, True)
 
 
 @contextmanager
@@ -175,12 +165,8 @@ def tree_attention(exactly: bool = True, trees: bool = True) -> Iterator[None]:
     """
     if AttentionInterface()["sdpa"] is not _sdpa:
         AttentionInterface.register("sdpa", _sdpa)
-    tokens = _active.set(trees), _exactly.set(exactly)
-    try:
+    with holding(_active, trees), holding(_exactly, exactly):
         yield
-    finally:
-        _active.reset(tokens[0])
-        _exactly.reset(tokens[1])
 
 
 def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> tuple[Tensor, None]:
@@ -210,18 +196,13 @@ TIMES, TIMES_FP32 = 2, (4, 8, 16)
 _repeating: ContextVar[bool] = ContextVar("repeated tokens", default=False)
 
 
-@contextmanager
-def repeated_tokens() -> Iterator[None]:
+def repeated_tokens() -> AbstractContextManager[None]:
     """Within this context, of this thread alone, experts get every token several times."""
     for name in ("eager", *ALL_EXPERTS_FUNCTIONS):
         own = ALL_EXPERTS_FUNCTIONS.get(name)
         if getattr(own, "func", None) is not _repeated:
             ALL_EXPERTS_FUNCTIONS.register(name, partial(_repeated, own))
-    token = _repeating.set(True)
-    try:
-        yield
-    finally:
-        _repeating.reset(token)
+    return holding(_repeating, True)
 
 
 @cache

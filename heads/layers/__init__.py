@@ -1,1 +1,1 @@
-"""Building blocks of heads: decoder layer, attention, KV caches."""
+"""Building blocks of heads: decoder layers, attention, and KV caches of rows of different lengths."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Anchors
+from headstart.heads.layers.causal_attention import document_starts
 
 LEAST, MOST = 64, 256
 """Bounds of the elements of each row computed together, about a quarter of its length: their own keys are added to the row's."""
@@ -56,13 +57,8 @@ def lay_out(
     number_M = torch.empty_like(row_M)
     number_M[(row_M * T + position_M).argsort(stable=True)] = torch.arange(len(row_M), device=device)
     place_M = row_M * A + number_M - (counts_B.cumsum(0) - counts_B)[row_M]
-    starts_BT = torch.zeros_like(tokens_BT)
     packed = document_BT is not None and bool((document_BT > 0).any())
-    if packed:
-        assert document_BT is not None
-        new_BT = torch.ones_like(document_BT, dtype=torch.bool)
-        new_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
-        starts_BT = torch.where(new_BT, torch.arange(T, device=device), 0).cummax(1).values
+    starts_BT = document_starts(document_BT) if packed and document_BT is not None else torch.zeros_like(tokens_BT)
     anchor_BA = torch.full((B * A,), -1, device=device).index_copy(0, place_M, position_M).view(B, A)
     start_BA = torch.full((B * A,), T, device=device).index_copy(0, place_M, starts_BT[row_M, position_M]).view(B, A)
     last_A, first_A, nearest_A = anchor_BA.amax(0).cpu(), start_BA.amin(0).cpu(), anchor_BA.where(anchor_BA >= 0, T).amin(0).cpu()

@@ -10,7 +10,7 @@ Shape suffixes: B batch, T positions, S keys, H query heads, G key heads, R quer
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from headstart.support.devices import holding
 
 T = TypeVar("T")
 
@@ -43,21 +45,21 @@ def chunk_policy() -> ChunkPolicy:
     return _policy.get(ChunkPolicy())
 
 
-@contextmanager
-def use_chunk_policy(policy: ChunkPolicy) -> Iterator[None]:
-    token = _policy.set(policy)
-    try:
-        yield
-    finally:
-        _policy.reset(token)
+def use_chunk_policy(policy: ChunkPolicy) -> AbstractContextManager[None]:
+    return holding(_policy, policy)
+
+
+def document_starts(document_BT: Tensor) -> Tensor:
+    """Return the first position of each token's document, ``[B, T]``. A document is a run of equal numbers."""
+    position_T = torch.arange(document_BT.shape[1], device=document_BT.device)
+    first_BT = torch.ones_like(document_BT, dtype=torch.bool)
+    first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
+    return torch.where(first_BT, position_T, 0).cummax(1).values
 
 
 def document_positions(document_BT: Tensor) -> Tensor:
     """Return each token's position within its document, ``[B, T]``."""
-    position_T = torch.arange(document_BT.shape[1], device=document_BT.device)
-    first_BT = torch.ones_like(document_BT, dtype=torch.bool)
-    first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
-    return position_T - torch.where(first_BT, position_T, 0).cummax(1).values
+    return torch.arange(document_BT.shape[1], device=document_BT.device) - document_starts(document_BT)
 
 
 def document_masks(document_BT: Tensor, windows: dict[str, int | None]) -> dict[str, Tensor]:
@@ -100,8 +102,6 @@ CACHED, HELD = 2**18, 2**27
 """Scores per block: on a CPU as many as fit its caches (1 MB in fp32), on an accelerator 512 MB."""
 LEAST, MOST = 64, 512
 """Bounds of the queries per block. A block takes the keys of all documents it touches, so it is no longer than the longest."""
-
-
 Bounds = tuple[int, int, int, int]
 """(first query, last query + 1, first key, last key + 1) of a block."""
 
@@ -165,10 +165,8 @@ def divide(document_BT: Tensor | None, shape: tuple[int, int, int], device: torc
     B, H, T = shape
     starts_BT, span = None, T
     if document_BT is not None and bool((documents := document_BT[:, :T].cpu()).gt(0).any()):
-        place_T, new_BT = torch.arange(T), torch.ones(B, T, dtype=torch.bool)
-        new_BT[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        starts_BT = torch.where(new_BT, place_T, 0).cummax(1).values
-        span = int((place_T - starts_BT).max()) + 1
+        starts_BT = document_starts(documents)
+        span = int((torch.arange(T) - starts_BT).max()) + 1
     span = span if window is None else min(span, window)
     on_cpu = (chunk_policy().device_type or device.type) == "cpu"
     rows = max(LEAST, min(MOST, span, (CACHED if on_cpu else HELD) // (B * H * span)))

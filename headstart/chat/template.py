@@ -47,10 +47,8 @@ class ChatSettings:
         return {"template": self.template_of(tokenizer), "template_kwargs": dict(self.variables), "eos_token_id": list(self.ends)}
 
     @classmethod
-    def from_card(cls, card: Mapping[str, Any] | None) -> ChatSettings:
-        """Read what `to_card` wrote; the default without it."""
-        if card is None:
-            return cls()
+    def from_card(cls, card: Mapping[str, Any]) -> ChatSettings:
+        """Read what `to_card` wrote."""
         return cls(card.get("template"), card.get("template_kwargs") or {}, tuple(card.get("eos_token_id") or ()))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from contextvars import copy_context
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
@@ -19,10 +18,11 @@ from headstart.heads.backbone.model_config import WITH_IMAGES, end_tokens, read_
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import chat_settings, read_metadata, require_adapter, require_sizes
 from headstart.heads.methods import find_drafter
+from headstart.inference.engine.proposer import Proposer
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
-from headstart.inference.sources.proposer import Proposer
+from headstart.support.devices import holding
 from headstart.support.errors import UserError, naming
 from headstart.support.json_text import parse_json
 from headstart.support.text import read_text, visible
@@ -65,7 +65,7 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
     if not args.image and not of_rows:
         return Prompter(tokenizer, style, prompt_tokens, settings)
     from headstart.chat.images import ImagePrompter, read_image  # here, since few need it
-    from headstart.heads.backbone.images import image_reader
+    from headstart.heads.backbone.features import image_reader
 
     images = tuple(read_image(name)[0] for name in args.image or ())
     reader = image_reader(name, tokenizer, trust_remote_code=args.trust_remote_code)
@@ -114,9 +114,8 @@ def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
     """Load the frozen backbone, with --adapter, and set the number of CPU threads."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    context = copy_context()
-    context.run(WITH_IMAGES.set, bool(vars(args).get("image") or vars(args).get("images")))
-    backbone = context.run(load_backbone, name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    with holding(WITH_IMAGES, bool(vars(args).get("image") or vars(args).get("images"))):
+        backbone = load_backbone(name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     if args.adapter is not None:
         backbone.attach(args.adapter)
     return backbone

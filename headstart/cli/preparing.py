@@ -193,8 +193,7 @@ def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
     from headstart.support.terminal import stdout_console
-    from headstart.training.inspect_heads import inspect
-    from headstart.training.inspect_recipe import sample_page
+    from headstart.training.inspection import inspect, sample_page
 
     quiet()
     console = stdout_console()
@@ -214,7 +213,7 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
 
 def schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of recipes, or write it to a file."""
-    from headstart.training.recipe.schema import recipe_schema
+    from headstart.training.recipe.recipe import recipe_schema
 
     require_writable("--out", args.out)
     if args.out:

@@ -92,7 +92,7 @@ def add_import_heads(parser: argparse.ArgumentParser) -> None:
 def import_heads(args: argparse.Namespace) -> int:
     """Import heads that another trainer wrote as a Headstart checkpoint."""
     from headstart.cli.loading import backbone_of, chat_settings_of, quiet
-    from headstart.serving import importing as importer
+    from headstart.serving import reading as importer
 
     quiet()
     variables = chat_settings_of([], args.template_arg, ()).variables
@@ -180,8 +180,8 @@ def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Ba
     from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
     from headstart.heads.backbone.model_config import end_tokens
     from headstart.heads.checkpoint import require_sizes
-    from headstart.serving.importing import Wishes, prompts_for
-    from headstart.serving.layouts.checkpoint import load_ends
+    from headstart.serving.layouts.layout import load_ends
+    from headstart.serving.reading import Wishes, prompts_for
     from headstart.serving.verify.verify import require_engine
 
     for file in args.prompts or []:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.serving.layouts.checkpoint import METHODS
-from headstart.serving.layouts.llamacpp import FILE
-from headstart.serving.layouts.llamacpp_block import FILE as BLOCK_FILE
+from headstart.serving.layouts.layout import METHODS
+from headstart.serving.layouts.llamacpp import BLOCK_FILE, FILE
 from headstart.support.errors import UserError, did_you_mean
 
 ENGINES = {

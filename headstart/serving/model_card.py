@@ -21,7 +21,7 @@ from headstart.heads.checkpoint import recipe_section
 from headstart.inference.bench.systems import ALONE, FIXED
 from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, readers
 from headstart.serving.export import BACKBONE, adapter_rank
-from headstart.serving.layouts.checkpoint import Checkpoint
+from headstart.serving.layouts.layout import Checkpoint
 from headstart.serving.reading import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import require_file

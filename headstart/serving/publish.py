@@ -18,9 +18,9 @@ from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WE
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import read_metadata
 from headstart.serving.engines import readers
-from headstart.serving.layouts.checkpoint import Dtype, read_checkpoint
 from headstart.serving.layouts.files import PROVENANCE as EXPORTED
 from headstart.serving.layouts.files import new_folder, write_folder
+from headstart.serving.layouts.layout import Dtype, read_checkpoint
 from headstart.serving.model_card import Heads, bench_figures, model_card, scrubbed, training_figures
 from headstart.serving.reading import layouts_of
 from headstart.support.errors import UserError

@@ -1,29 +1,46 @@
-"""A folder of heads, by any trainer, as a drafter of Headstart: recognised, held to the backbone's sizes, and built strictly."""
+"""A folder of heads, by any trainer, as a drafter of Headstart: recognised, held to the backbone's sizes, and built strictly.
+
+An import also measures acceptance, and saves a checkpoint of Headstart.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.model_config import load_config
+from headstart.chat.prompts import Prompter, read_prompts
+from headstart.chat.template import ChatSettings
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.model_config import end_tokens, load_config
 from headstart.heads.base import Drafter
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import check_contract, read_drafter, read_metadata
 from headstart.heads.methods import construct_drafter, require_weights
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.measure import Settings, continue_texts, measure_tau
 from headstart.serving.layouts.block import Block, DflashHf
 from headstart.serving.layouts.eagle3 import Eagle, Eagle3, OpenVino, Peagle
 from headstart.serving.layouts.eagle4 import Eagle4
-from headstart.serving.layouts.files import DamagedError, Files
+from headstart.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files, require_new, stated_format
 from headstart.serving.layouts.layout import Counting, Heads, Layout
-from headstart.serving.layouts.llamacpp import LlamaCpp
-from headstart.serving.layouts.llamacpp_block import LlamaCppBlock
+from headstart.serving.layouts.llamacpp import LlamaCpp, LlamaCppBlock
 from headstart.serving.layouts.medusa import Hydra, Medusa, MlpSpeculator
 from headstart.serving.layouts.mtp import DraftModel, MtpStitch
 from headstart.serving.layouts.speculators import Speculators
+from headstart.support.devices import spread
 from headstart.support.errors import UserError
+from headstart.support.files import atomic, file_hash
+from headstart.support.hub import EMBEDDED, resolve
+from headstart.support.json_text import read_json
+from headstart.support.terminal import progress, watched
 
 LAYOUTS: tuple[Layout, ...] = (
     Medusa(), Peagle(), Speculators(), Hydra(), MlpSpeculator(), Block(), DflashHf(), Eagle4(), Eagle3(), Eagle(), MtpStitch(),
@@ -136,3 +153,127 @@ def original_of(path: str, backbone: Backbone, allow_finetuned: bool) -> Drafter
     folder, card = read_metadata(path)
     check_contract(path, card, backbone, allow_finetuned)
     return read_drafter(path, folder, card, backbone).eval().requires_grad_(False)
+
+
+# Import.
+
+CHAIN = 5
+"""Most tokens of the chains that are measured."""
+PROMPTS, WRITTEN = 8, 24
+"""Number of prompts, and how long those are that the backbone writes."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How to read and measure."""
+
+    counting: Counting | None = None
+    depth: int | None = None
+    prompts: str | None = None
+    new_tokens: int = 48
+    trust_remote_code: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, for the prompts and kept with the heads."""
+
+
+def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Backbone], wishes: Wishes) -> dict[str, Any]:
+    """Write the heads at ``path`` (folder or hub id) as a Headstart checkpoint to ``out`` and return a report.
+
+    ``load`` loads the backbone at ``backbone_path`` once the heads are known to fit it. Raises UserError, and writes nothing, for layouts
+    that are unknown or that Headstart's heads cannot compute, for another backbone, and for missing, unexpected or misshapen tensors.
+    """
+    require_new(out)
+    files = read_files(path)
+    layout = layout_of(files)
+    require_fit(files, layout, backbone_path, wishes.trust_remote_code)
+    backbone = load()
+    heads, exported = layout.parse(files, backbone, wishes.counting), files.folder / PROVENANCE
+    stated = read_json(exported, "export the heads again") if exported.is_file() else None
+    if depth := wishes.depth or (stated or {}).get("depth"):  # which layouts do not say
+        whole = heads.kind == "peagle" or heads.arguments.get("parallel")
+        heads = heads.plus({"depth" if whole else "draft_depth": depth})
+    readings = heads.readings()[: None if stated is None else 1]  # what Headstart has exported is read as engines do
+    drafters = [build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype) for reading in readings]
+    prompts, measured_on = prompts_for(backbone, wishes)
+    found = [(measure(drafter, prompts, wishes.new_tokens), reading, drafter) for reading, drafter in zip(readings, drafters, strict=True)]
+    found.sort(key=lambda pair: -pair[0]["tau"])  # of equal ones the first, which engines read, stays first
+    _, best, drafter = found[0]
+    quantised = ["quantised weights became the fp32 weights that they stand for"] if stated_format(files.config) is not None else []
+    report: dict[str, Any] = {
+        "source": path,
+        "layout": layout.title,
+        "kind": best.kind,
+        "arguments": drafter.arguments,
+        "notes": [*best.notes, *best.remarks, *quantised],
+        "measured_on": measured_on,
+        "readings": [{"choice": reading.choice, **figures} for figures, reading, _ in found],
+        "files": {file.name: file_hash(file) for file in sorted(set(files.homes.values()))},
+    }
+    chat: dict[str, Any] = {"template": None, "template_kwargs": dict(wishes.template_kwargs), "eos_token_id": []}
+    with atomic(out, folder=True) as folder:
+        drafter.to(dtype=stored_dtype(best)).save_pretrained(folder, {"imported": report, "chat": chat})
+    of_run = {"backbone": backbone.name, "verdict": verdict(report["readings"]), "recipe": recipe_overrides(best.kind, drafter, out)}
+    return report | of_run
+
+
+def recipe_overrides(kind: str, drafter: Drafter, out: Path) -> list[str]:
+    """Return what a recipe needs to train these heads further: the arguments that are not the defaults."""
+    arguments, defaults = drafter.config.model_dump(mode="json", exclude_none=True), type(drafter.config).model_fields
+    own = {key: value for key, value in arguments.items() if value != defaults[key].default and key not in ("architecture", "native")}
+    stated = {"kind": kind, "init": str(out), **own}
+    return [f"drafter.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in stated.items()]
+
+
+# Which reading fits: the one whose drafts the backbone accepts most often.
+
+
+@torch.no_grad()
+def measure(drafter: Drafter, prompts: Sequence[Tensor], new_tokens: int) -> dict[str, Any]:
+    """Decode the prompts greedily with chains of drafts and return the figures of `measure_tau`."""
+    depth = min(CHAIN, drafter.max_depth or CHAIN)
+    heads, shown = SpeculativeModel(drafter.backbone, drafter, capture="off"), watched(prompts, "measuring the heads", "prompt")
+    figures = measure_tau(heads, shown, max_new_tokens=new_tokens, tree=TreeShape(depth + 1, 1, depth))
+    return {**figures, "acceptance_per_depth": figures["acceptance_per_depth"][:depth]}
+
+
+def verdict(readings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say which reading was taken, the first, and how the others did, a line each; the figures alone for a single one."""
+    first, *others = readings
+    rates = " ".join(f"{rate:.3f}" for rate in first["acceptance_per_depth"])
+    lines = [f"tau {first['tau']:.3f} in {first['passes']} passes, acceptance per depth {rates}"]
+    if others:
+        lines.append(f"read as: {first['choice']}")
+        lines += [f"  otherwise tau {choice['tau']:.3f}: {choice['choice']}" for choice in others]
+        if first["tau"] - others[0]["tau"] < 0.02 * first["tau"]:
+            lines.append("the figures are too close to tell the readings apart: give more prompts with --prompts FILE, or force --counting")
+    return lines
+
+
+def prompts_for(backbone: Backbone, wishes: Wishes) -> tuple[list[Tensor], str]:
+    """Return prompts (int64 ``[T]``) and a description of where they are from. Raises UserError."""
+    file = wishes.prompts
+    if file is None and backbone.name == EMBEDDED:
+        file = str(Path(resolve(EMBEDDED)).parent / "prompts.jsonl")
+    if file is None:
+        return written(backbone), f"{PROMPTS} texts that the backbone wrote itself"
+    settings = ChatSettings(variables=wishes.template_kwargs, ends=end_tokens(backbone.model.generation_config))
+    prompter = Prompter(load_tokenizer(backbone.name, trust_remote_code=wishes.trust_remote_code), settings=settings)
+    return [prompt.ids_T for prompt in read_prompts(file, prompter, PROMPTS)], f"{PROMPTS} prompts of {Path(file).name}"
+
+
+def written(backbone: Backbone) -> list[Tensor]:
+    """Return the beginnings of texts that the backbone samples from its first token, or from different tokens if it has none."""
+    first, places = getattr(backbone.config, "bos_token_id", None), {*backbone.placeholders.values()}
+    starts = [first] * PROMPTS if isinstance(first, int) else [one for one in spread(1, backbone.vocab - 1, PROMPTS) if one not in places]
+    prompts = [torch.tensor([start]) for start in starts]
+    with progress("writing prompts with the backbone", "prompt", PROMPTS) as bar:
+        output = continue_texts(
+            SpeculativeModel(backbone), prompts, Settings(WRITTEN, temperature=1.0), list(range(len(starts))), speculate=False
+        )
+        bar.update(PROMPTS)
+    found = [row_T[: 2 + sum(lengths)].cpu() for row_T, lengths in zip(output.sequences, output.accept_lengths, strict=True)]
+    ends = end_tokens(backbone.model.generation_config)
+    usable = [row_T for row_T in found if int(row_T[-1]) not in ends and places.isdisjoint(row_T.tolist())]
+    if not usable:
+        raise UserError(f"{backbone.name or 'the backbone'} ends every text that it begins itself; give prompts with --prompts FILE")
+    return usable

@@ -11,13 +11,25 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from headstart import __version__
 
+Value = TypeVar("Value")
 AS_ACCELERATOR: ContextVar[bool] = ContextVar("the CPU is treated as an accelerator", default=False)
 """Where it is True, as in tests, sizes and kernels on the CPU are chosen as on an accelerator."""
+
+
+@contextmanager
+def holding(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Within this context, of this thread alone, the variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def find_accelerator() -> torch.device | None:

@@ -70,21 +70,20 @@ def _parse(text: str, whole_characters: bool = True) -> Any:
     if text.count("[") + text.count("{") > MAX_DEPTH:
         require_depth(value)
     if whole_characters and HALF.search(text):
-        for part in _texts(value):
+        for part in (part for level in _levels(value) for part in level if isinstance(part, str)):
             require_characters(part, "a text")
     return value
 
 
 def require_depth(value: Any, most_values: int | None = None) -> None:
     """Raise UserError if lists and mappings are nested too deep, or hold more than ``most_values`` values."""
-    level, depth, values = [value], 0, 0
-    while level:
-        depth, values = depth + 1, values + len(level)
-        if depth > MAX_DEPTH + 1:
+    values = 0
+    for depth, level in enumerate(_levels(value)):
+        values += len(level)
+        if depth > MAX_DEPTH:
             raise UserError(TOO_DEEP)
         if most_values is not None and values > most_values:
             raise UserError(f"more than {most_values:,} values; give fewer")
-        level = [child for node in level for child in _children(node)]
 
 
 def whole(value: Any) -> Any:
@@ -107,16 +106,16 @@ def _whole(digits: str) -> int:
     return int(digits) if len(digits) < 19 else int(whole(int(digits) if len(digits) < 4000 else MAX_WHOLE))
 
 
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """Yield the value, what it holds, what that holds, and so on, keys included."""
+    level = [value]
+    while level:
+        yield level
+        level = [child for node in level for child in _children(node)]
+
+
 def _children(node: Any) -> list[Any]:
     return [*node, *node.values()] if isinstance(node, dict) else list(node) if isinstance(node, list | tuple) else []
-
-
-def _texts(value: Any) -> list[str]:
-    found, level = [], [value]
-    while level:
-        found += [node for node in level if isinstance(node, str)]
-        level = [child for node in level for child in _children(node)]
-    return found
 
 
 def _kind(value: Any) -> str:

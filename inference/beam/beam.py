@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.beam.drafts import HOST_PART, Breadth, Drafting, Row
 from headstart.inference.beam.search import Search, Sequences, read_tries
 from headstart.inference.capture.captured import Stopwatch

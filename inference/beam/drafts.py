@@ -24,13 +24,12 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features
 from headstart.inference.beam.search import BeamTrie, Search
 from headstart.inference.capture.captured import Stopwatch
+from headstart.inference.engine.drafter_source import DrafterSource
+from headstart.inference.engine.proposer import ProposerSource
+from headstart.inference.engine.source import DraftScoring, Level
 from headstart.inference.engine.tree import BEAM_WIDTH, TreeShape, padded_size
 from headstart.inference.latency import Costs
 from headstart.inference.policy import Policy
-from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.levels import Level
-from headstart.inference.sources.proposer import ProposerSource
-from headstart.inference.sources.source import DraftScoring
 from headstart.support.pytree import list_tensors, map_tensors
 
 UNITS = 36

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from headstart.heads.backbone.features import Features, join_features
-from headstart.heads.kv.ragged_cache import RaggedCache, ancestors_from_parents
-from headstart.heads.kv.rows import octave_up, whole_steps
+from headstart.heads.layers.ragged_cache import RaggedCache, ancestors_from_parents
+from headstart.heads.layers.rows import octave_up, whole_steps
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import BeamRules, Request
 from headstart.inference.engine.tree import graph_size, padded_size

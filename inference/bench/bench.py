@@ -200,7 +200,8 @@ def compare(
             sizes = Sizes(temperature, batch, report["weight_bytes"], report["memory_bytes_per_second"])
             ours = {system: result(by_system[system], references, race.settings, sizes) for system in drafting}
             rows = {system: baseline(by_system[system], references, sizes) for system in baselines}
-            _say(race.title, rows | ours)
+            for system, row in (rows | ours).items():
+                tqdm.write(f"{race.title}: {system.name}: tau {row['tau']:.2f}, {row['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
             _judge(judging, rows | ours, by_system, race)
             report["baselines"], report["results"] = [*report["baselines"], *rows.values()], [*report["results"], *ours.values()]
             report["dropped_turns"] += race.dropped_turns
@@ -210,12 +211,6 @@ def compare(
             first = first or by_system[ar]
     judging.finish(report)
     return report | {"busy": busy(report)}
-
-
-def _say(title: str, rows: dict[System, dict[str, Any]]) -> None:
-    """Say on standard error what was measured so far."""
-    for system, row in rows.items():
-        tqdm.write(f"{title}: {system.name}: tau {row['tau']:.2f}, {row['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
 
 
 def _judge(judging: Judging, rows: dict[System, dict[str, Any]], by_system: dict[System, SystemResult], race: Race) -> None:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.images import Images
+from headstart.heads.backbone.features import Images
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, Beside, HeadstartSystem, System, SystemResult
 from headstart.inference.engine.inputs import read_images
 from headstart.inference.engine.judge import Judge, Judgement, Text

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import hooks
-from headstart.heads.kv.rows import FixedMemory
-from headstart.inference.capture.backend import Backend, Function
+from headstart.heads.layers.rows import FixedMemory
 from headstart.inference.capture.captured import PATIENCE, Captured, warn_once
-from headstart.inference.capture.plugin import LACKING, Collect, Compiled, plugin, required
+from headstart.inference.capture.plugin import LACKING, Backend, Collect, Compiled, Function, plugin, required
 from headstart.support.devices import is_accelerator
 from headstart.support.errors import UserError
 
@@ -33,17 +32,13 @@ BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
 first call; ``compile`` compiles what lacks."""
 
 
-def _trace() -> type[Backend]:
-    return required().trace
-
-
 def _cuda_graph() -> type[Backend]:
     from headstart.inference.capture.cuda_graph import CudaGraph
 
     return CudaGraph
 
 
-BACKENDS: dict[str, Callable[[], type[Backend]]] = {"trace": _trace, "cuda-graph": _cuda_graph}
+BACKENDS: dict[str, Callable[[], type[Backend]]] = {"trace": lambda: required().trace, "cuda-graph": _cuda_graph}
 """Imported when they are chosen."""
 _NOT_PROVED = {"cuda": " until CUDA graphs have run on a GPU since they were mended"}
 logger = logging.getLogger(__name__)

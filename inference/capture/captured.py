@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from headstart.inference.capture.backend import Backend, Call, Capture, Function, is_out_of_memory
-from headstart.inference.capture.plugin import Compiled
+from headstart.inference.capture.plugin import Backend, Call, Capture, Compiled, Function, is_out_of_memory
 from headstart.support.errors import waiting
 
 _running: ContextVar[tuple[Stopwatch, ...]] = ContextVar("running stopwatches", default=())

@@ -1,7 +1,7 @@
 """Backend ``cuda-graph``: one `torch.cuda.CUDAGraph` for each combination of sizes.
 
 A graph reads and writes at the addresses it was recorded with. Stores, such as KV caches, therefore lie in fixed memory
-(`headstart.heads.kv.rows`), and a graph is replayed only while they lie where they did. All other tensors are copied in at
+(`headstart.heads.layers.rows`), and a graph is replayed only while they lie where they did. All other tensors are copied in at
 every call, and results that are no held tensors are copied out. A graph is replayed once when it is recorded, and is not
 used if its results differ from the function's by more than rounding.
 """
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads.kv.rows import FixedMemory, is_same_memory
-from headstart.inference.capture.backend import Backend, Call, Capture, Function, all_nearly_equal
+from headstart.heads.layers.rows import FixedMemory, is_same_memory
+from headstart.inference.capture.plugin import Backend, Call, Capture, Function, all_nearly_equal
 from headstart.support.pytree import builder, flatten
 
 

@@ -1,1 +1,1 @@
-"""The parts of a decoding step: request, sequences, candidate tree, forward pass, verification, KV cache."""
+"""The parts of a decoding step: request, sequences, candidate tree, forward pass, verification; and the sources of drafts."""

@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Images
 from headstart.heads.backbone.hooks import nudged
-from headstart.heads.backbone.images import Images
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.processing import History, Processing
@@ -39,16 +39,10 @@ from headstart.inference.engine.tree import CandidateTree, chain, pick
 
 WIDTHS = (64, 8, 1)
 """Positions of a piece: trees, batches and plain steps multiply 1 to some hundred rows, a whole text more."""
-
-
 REGION = 64
 """Positions at the end of a text that are read again."""
-
-
 SIBLINGS = 24
 """Tokens that are read beside each other, at one position."""
-
-
 MARGIN = 3.0
 """Times the largest difference measured: a measurement sees some positions, a benchmark thousands."""
 

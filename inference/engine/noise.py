@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
-
-
 BLOCK_POSITIONS = 16
 """Positions for which noise is generated at once."""
 MAX_BLOCK_VALUES = 1 << 19

@@ -15,13 +15,13 @@ Shape suffixes: B batch, N tree nodes, R histories, V vocabulary, T positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as known
 
 from headstart.inference.engine.known_processors import is_blind, is_stateless, of_row
@@ -219,8 +219,10 @@ class Processing:
         out_BNV = scores_BNV.clone()  # padding nodes keep their raw scores
         for (_, row), group in alike.items():
             rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
-            processors = self.processors if self._alike else self._by_row[row]
-            out_BNV[rows, nodes] = _applied(processors, torch.stack([ids_T for _, _, ids_T in group]), scores_BNV[rows, nodes])
+            ids_RT, scores_RV = torch.stack([ids_T for _, _, ids_T in group]), scores_BNV[rows, nodes]
+            for processor in self.processors if self._alike else self._by_row[row]:
+                scores_RV = processor(ids_RT, scores_RV)
+            out_BNV[rows, nodes] = scores_RV
         return out_BNV
 
     def _fork(self, scores_NV: Tensor, history: History, tree: CandidateTree | None, b: int) -> Tensor:
@@ -254,12 +256,6 @@ class Processing:
         for history, forked in zip(histories, self.forked, strict=True):
             for state in forked.values():
                 state.settle(history.prompt_T, history.written[:-1])
-
-
-def _applied(processors: Iterable[LogitsProcessor], ids_RT: Tensor, scores_RV: Tensor) -> Tensor:
-    for processor in processors:
-        scores_RV = processor(ids_RT, scores_RV)
-    return scores_RV
 
 
 def _node_histories(history_T: Tensor, tree: CandidateTree | None, row: int) -> list[Tensor]:

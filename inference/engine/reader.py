@@ -20,12 +20,11 @@ from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.chain_cache import ChainCache, ChainRow, as_steps, mixers_of
-from headstart.heads.backbone.features import Features, join_features, stack_rows
-from headstart.heads.backbone.images import Images
+from headstart.heads.backbone.features import Features, Images, join_features, stack_rows
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
-from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache, masks_by_kind
-from headstart.heads.kv.rows import pad_rows
+from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache, masks_by_kind
+from headstart.heads.layers.rows import pad_rows
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts, available
 from headstart.inference.engine.tree import CandidateTree, graph_size

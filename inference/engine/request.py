@@ -21,7 +21,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.images import Images
+from headstart.heads.backbone.features import Images
 from headstart.heads.backbone.model_config import CACHE
 from headstart.inference.engine.known_processors import is_by_row, name_of
 from headstart.inference.engine.processing import Processing
@@ -186,7 +186,7 @@ def read_request(
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     if not lengths and not any(True for c in criteria if type(c) is not EosTokenCriteria):
         raise UserError("no stopping criterion; give max_new_tokens or max_length")
-    pad = config._pad_token_tensor
+    pad, past = config._pad_token_tensor, model_kwargs.get(CACHE)
     return Request(
         ids_BT=ids_BT,
         pads_B=pads,
@@ -202,7 +202,7 @@ def read_request(
         logits=bool(config.return_dict_in_generate and config.output_logits),
         dictionary=bool(config.return_dict_in_generate),
         beams=beams,
-        cache=_callers_cache(model_kwargs),
+        cache=past if type(past) is DynamicCache and getattr(past, "_is_user_defined", False) else None,  # transformers marks it
     )
 
 
@@ -228,11 +228,6 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
         raise UserError(f"{CACHE} is a {type(past).__name__} that holds tokens; give a DynamicCache, or an empty cache")
     if streamer is not None and mode == GenerationMode.BEAM_SEARCH:
         raise UserError("a streamer cannot be used with beam search, whose tokens are known at its end; leave it out, or set num_beams=1")
-
-
-def _callers_cache(model_kwargs: Mapping[str, Any]) -> DynamicCache | None:
-    past = model_kwargs.get(CACHE)
-    return past if type(past) is DynamicCache and getattr(past, "_is_user_defined", False) else None  # transformers marks it
 
 
 def require_side(backbone: Backbone, length: int, turning: bool = False) -> None:

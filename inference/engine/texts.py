@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.images import Images
-from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.backbone.features import Features, Images
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.engine.inputs import Continued, require_text
 from headstart.inference.engine.processing import History
 from headstart.inference.engine.reader import Reader

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import require_count
-from headstart.heads.kv.ragged_cache import ancestors_from_parents
+from headstart.heads.layers.ragged_cache import ancestors_from_parents
 from headstart.support.config import MAX_DEPTH, MAX_NODES, MAX_WIDTH
 
 TREE_SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TypeVar
 
-from headstart.inference.sources.proposer import Proposer
+from headstart.inference.engine.proposer import Proposer
 from headstart.support.errors import UserError
 
 NAMES = tuple(sorted((module.name for module in pkgutil.iter_modules(__path__)), reverse=True))

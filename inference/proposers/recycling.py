@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from headstart.inference.sources.proposer import Candidates, Proposer, grow
+from headstart.inference.engine.proposer import Candidates, Proposer, grow
 
 KEPT_DISTRIBUTIONS = 3
 """Number of distributions kept for each token."""

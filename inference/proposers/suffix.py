@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 
 from headstart.heads.base import require_count
-from headstart.inference.sources.proposer import Candidates, Proposer, grow
+from headstart.inference.engine.proposer import Candidates, Proposer, grow
 
 DOUBT = 4.0
 """Weight of an unseen continuation, per distinct continuation, after a match of one token; 1/L of it after a match of L tokens.

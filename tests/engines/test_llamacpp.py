@@ -11,9 +11,8 @@ from trained import ROOT, trained
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.serving.export import Request, export
-from headstart.serving.layouts.checkpoint import read_checkpoint
-from headstart.serving.layouts.llamacpp import FILE, LlamaCpp
-from headstart.serving.layouts.llamacpp_block import FILE as BLOCK_FILE
+from headstart.serving.layouts.layout import read_checkpoint
+from headstart.serving.layouts.llamacpp import BLOCK_FILE, FILE, LlamaCpp
 from headstart.serving.verify.drafts import EngineSettings, Transcript, acceptance
 from headstart.serving.verify.llamacpp import LLAMACPP, serve, transcript
 from headstart.support.errors import UserError

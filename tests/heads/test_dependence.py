@@ -22,8 +22,7 @@ from headstart.inference.bench.judging import sentence
 from headstart.inference.capture.capture import warn_once
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings
-from headstart.inference.stream import Prompt, Queue, stream
+from headstart.inference.measure import Prompt, Queue, Settings, stream
 from headstart.support.errors import UserError
 
 SHAPE = TreeShape(12, 3, 4)

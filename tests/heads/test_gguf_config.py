@@ -17,7 +17,7 @@ from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.heads.backbone.gguf_tokenizer import LETTERS, RULES
+from headstart.heads.backbone.gguf_header import LETTERS, RULES
 from headstart.heads.backbone.model_config import load_config
 
 SIZES = {"context_length": 4096, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "vocab_size": 32}

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.native_mtp import LAYOUTS
+from headstart.heads.backbone.weight_files import LAYOUTS
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE
 from headstart.heads.methods import build_drafter

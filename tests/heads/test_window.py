@@ -20,11 +20,11 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
-from headstart.heads.kv import draft_cache as node_slots
-from headstart.heads.kv.cached_layers import CachedLayer
-from headstart.heads.kv.draft_cache import DraftCache, NodeSlots, past_mask
-from headstart.heads.kv.rows import STEP
+from headstart.heads.layers import draft_cache as node_slots
+from headstart.heads.layers.cached_layers import CachedLayer
 from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
+from headstart.heads.layers.draft_cache import DraftCache, NodeSlots, past_mask
+from headstart.heads.layers.rows import STEP
 from headstart.inference.contract import chain, part, ragged
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel

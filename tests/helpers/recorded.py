@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.kv.rows import FixedMemory, is_same_memory
+from headstart.heads.layers.rows import FixedMemory, is_same_memory
 from headstart.inference.capture import capture as capturing
-from headstart.inference.capture.backend import Backend, Call, Capture, Function
 from headstart.inference.capture.cuda_graph import AtFixedAddresses
+from headstart.inference.capture.plugin import Backend, Call, Capture, Function
 from headstart.support.devices import AS_ACCELERATOR
 
 FORBIDDEN = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "unique", "lift_fresh")

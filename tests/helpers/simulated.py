@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.acceptance import shifted
 from headstart.inference.capture import captured
+from headstart.inference.engine.acceptance import shifted
+from headstart.inference.engine.source import Accepted, Rows, Source
 from headstart.inference.engine.tree import TREE_SIZES, Pool
 from headstart.inference.policy import Policy
-from headstart.inference.sources.source import Accepted, Rows, Source
 
 
 class Clock:

@@ -17,7 +17,7 @@ from headstart.heads.layers.start_values import LayerShape
 from headstart.heads.methods import find_drafter, methods
 from headstart.heads.own_readout import ShortlistConfig
 from headstart.serving.engines import ENGINES, Support, support
-from headstart.serving.layouts.checkpoint import METHODS
+from headstart.serving.layouts.layout import METHODS
 from headstart.support.config import describe
 from headstart.support.files import write_text
 from headstart.training.recipe.recipe import DrafterOptions, Recipe

@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.acceptance import TEXT_SPREAD, Acceptance, Offset, best_tree
+from headstart.inference.engine.acceptance import TEXT_SPREAD, Acceptance, Offset, best_tree
+from headstart.inference.engine.proposer import Candidates, Proposer
+from headstart.inference.engine.source import Rows
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.latency import PASS, Costs
 from headstart.inference.measure import said
 from headstart.inference.policy import Draft, Policy
-from headstart.inference.sources.proposer import Candidates, Proposer
-from headstart.inference.sources.source import Rows
 
 CHAT, MATHS, RAG, CODE, TRANSLATION, USELESS, PERFECT = TASKS
 SLOW = [pytest.param(machine, marks=pytest.mark.slow) if number % 2 else machine for number, machine in enumerate(MACHINES)]

@@ -8,7 +8,7 @@ import torch
 from headstart.heads.backbone.features import Features
 from headstart.inference.beam.drafts import Breadth, _corrected
 from headstart.inference.beam.search import BeamTrie
-from headstart.inference.sources.levels import Level
+from headstart.inference.engine.source import Level
 
 NEXT = torch.zeros(1, 1)
 

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.tree_attention import MAX_EXACT, MAX_QUERIES, attend, attend_as_queries, tree_attention
-from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.heads.kv.rows import STEP, grown
+from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.layers.rows import STEP, grown
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel

@@ -19,10 +19,9 @@ from headstart.heads.backbone.model_config import CACHE, end_tokens
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.measure import Settings, continue_text
+from headstart.inference.measure import Ended, Progress, Prompt, Queue, Settings, continue_text, stream
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.steps import Tally
-from headstart.inference.stream import Ended, Progress, Prompt, Queue, stream
 from headstart.support.errors import UserError
 
 HOW: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

@@ -12,8 +12,8 @@ import torch
 from recorded import Recorded
 from torch import Tensor
 
-from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.heads.kv.rows import AHEAD, STEP, FixedMemory, octave_up, padded_rows, rounded_up
+from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.layers.rows import AHEAD, STEP, FixedMemory, octave_up, padded_rows, rounded_up
 from headstart.inference.capture import cuda_graph
 from headstart.inference.capture.capture import BACKENDS, Capturer, CaptureReport, choose
 from headstart.inference.capture.captured import PATIENCE, Captured, Stopwatch

@@ -20,7 +20,7 @@ from transformers.image_utils import load_image
 from headstart.chat.images import read_image
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.images import image_reader, load_processor
+from headstart.heads.backbone.features import image_reader, load_processor
 from headstart.inference.capture.capture import warn_once
 from headstart.inference.engine.inputs import read_images
 from headstart.inference.engine.judge import Rounding

@@ -11,14 +11,14 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.captured import void_running
+from headstart.inference.engine.drafter_source import DrafterSource
+from headstart.inference.engine.proposer import Candidates, Proposer
 from headstart.inference.engine.reader import Reader
+from headstart.inference.engine.source import Rows
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.latency import PASS, Costs
 from headstart.inference.policy import Draft, Policy
-from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.proposer import Candidates, Proposer
-from headstart.inference.sources.source import Rows
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
 

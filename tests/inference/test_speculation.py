@@ -12,11 +12,11 @@ from families import backbone, heads, prompts, say, tiny
 
 import headstart
 from headstart.heads.card import METADATA
-from headstart.inference.acceptance import Acceptance, Table
+from headstart.inference.engine.acceptance import Acceptance, Table
+from headstart.inference.engine.source import Rows
 from headstart.inference.engine.tree import Pool
 from headstart.inference.latency import PASS, CostModel, Costs, RecentTimes
 from headstart.inference.policy import Draft, Policy
-from headstart.inference.sources.source import Rows
 from headstart.support.errors import UserError
 from headstart.training.data.samples import whole
 from headstart.training.evaluation import evaluate

@@ -16,11 +16,11 @@ from torch import Tensor
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.own_readout import GROUPED, largest
 from headstart.inference.capture.capture import Capturer
+from headstart.inference.engine.drafter_source import DrafterSource
 from headstart.inference.engine.noise import gumbel
+from headstart.inference.engine.source import DraftScoring, Rows
 from headstart.inference.engine.tree import MAX_PROB, CandidateTree, Pool, TreeShape, accept
 from headstart.inference.policy import Policy
-from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.source import DraftScoring, Rows
 from headstart.support.errors import UserError
 
 Path = tuple[int, ...]

@@ -19,7 +19,7 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent / "helpers")]
 from gguf_vocabularies import TEXTS, of_bytes, of_pieces, write_vocabulary  # noqa: E402
 
 from headstart import load_tokenizer  # noqa: E402
-from headstart.heads.backbone.gguf_tokenizer import RULES  # noqa: E402
+from headstart.heads.backbone.gguf_header import RULES  # noqa: E402
 
 NEWER = {"glm4", "glm5"}
 """Names that llama-cpp-python 0.3.36 knows, or treats as Headstart does, and node-llama-cpp 3.22.1 does not yet."""

@@ -27,18 +27,18 @@ class Fault(NamedTuple):
 
 FAULTS = (
     # attention, noise, verification, KV
-    Fault("tree mask off by one", "heads/kv/ragged_cache.py", "torch.arange(1, slots + 1,",
+    Fault("tree mask off by one", "heads/layers/ragged_cache.py", "torch.arange(1, slots + 1,",
           "torch.arange(slots,", "inference/test_cache.py"),
     Fault("a sibling's child is accepted", "inference/engine/tree.py",
           "parents[node] == path[-1] and", "parents[node] <= path[-1] and", "inference/test_tree.py"),
     Fault("noise of another position", "inference/engine/noise.py",
           "return self.block_BPV[:, offsets[0] : offsets[0] + count]", "return self.block_BPV[:, :count]", "inference/test_law.py"),
     Fault("noise is subtracted", "inference/engine/tree.py", "else scores + noise", "else scores - noise", "inference/test_law.py"),
-    Fault("paths move as the first does", "heads/kv/ragged_cache.py", "if any(path != list(range(len(path))) for path in paths):",
+    Fault("paths move as the first does", "heads/layers/ragged_cache.py", "if any(path != list(range(len(path))) for path in paths):",
           "if paths[0] != [*range(len(paths[0]))]:", "inference/test_cache.py"),
-    Fault("lengths of the wrong rows", "heads/kv/ragged_cache.py",
+    Fault("lengths of the wrong rows", "heads/layers/ragged_cache.py",
           "[self._lengths[row] for row in rows], [self.offsets", "self._lengths[: len(rows)], [self.offsets", "inference/test_cache.py"),
-    Fault("a ring forgets its sink", "heads/kv/draft_cache.py",
+    Fault("a ring forgets its sink", "heads/layers/draft_cache.py",
           "return torch.where(slots_S < sink, slots_S, positions_BS)", "return positions_BS", "heads/test_window.py"),
     # the objective, data, the run
     Fault("the teacher is a token late", "training/objective/loss_rows.py",
@@ -70,7 +70,7 @@ FAULTS = (
           '"target_layer_ids": [tap - 1 for tap in self.taps]', '"target_layer_ids": list(self.taps)', "serving/test_export.py"),
     Fault("imported taps counted the other way", "headstart/serving/layouts/eagle3.py",
           '(way == "layer") for i', '(way == "hs") for i', "serving/test_import.py"),
-    Fault("verify compares tokens alone", "headstart/serving/reference.py",
+    Fault("verify compares tokens alone", "headstart/serving/export.py",
           "return self.equal == self.drafts and self.distance <= TOLERANCE", "return self.equal == self.drafts", "serving/test_verify.py"),
     Fault("GGUF's pattern of layers shifted", "heads/backbone/gguf_config.py",
           "(layer + 1) % value != 0", "layer % value != 0", "heads/test_gguf_config.py"),
@@ -79,9 +79,9 @@ FAULTS = (
     Fault("the probe's neighbours are quiet", "heads/backbone/hooks.py",
           "ROWS, LOUD = 8, 1000.0", "ROWS, LOUD = 8, 0.0", "heads/test_dependence.py"),
     # what is drafted, captures, other ways to decode
-    Fault("acceptance learned a depth too deep", "inference/acceptance.py",
+    Fault("acceptance learned a depth too deep", "inference/engine/acceptance.py",
           "depth, table = pool.levels[parent],", "depth, table = pool.levels[node],", "inference/test_adaptive.py"),
-    Fault("a tree's last node is not counted", "inference/acceptance.py",
+    Fault("a tree's last node is not counted", "inference/engine/acceptance.py",
           "row[min(nodes, len(row)) - 1]", "row[max(min(nodes, len(row)) - 2, 0)]", "inference/test_speculation.py"),
     Fault("the last time, not a low one", "inference/latency.py",
           "sorted(self.times)[len(self.times) // LOW]", "self.times[-1]", "inference/test_speculation.py"),

@@ -19,9 +19,8 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
-from headstart.serving.export import Request, export
+from headstart.serving.export import TOLERANCE, Request, agreement, export, reference
 from headstart.serving.layouts.llamacpp import FILE
-from headstart.serving.reference import TOLERANCE, agreement, reference
 from headstart.serving.verify import llamacpp, vllm
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
 from headstart.serving.verify.llamacpp_driver import drafts_of

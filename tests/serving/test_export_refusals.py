@@ -18,8 +18,8 @@ from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.methods import build_drafter
 from headstart.serving.engines import ENGINES, TABLE
 from headstart.serving.export import Request, export
-from headstart.serving.layouts.checkpoint import METHODS, method_of
 from headstart.serving.layouts.files import new_folder, write_folder
+from headstart.serving.layouts.layout import METHODS, method_of
 from headstart.serving.reading import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash

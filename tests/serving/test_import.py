@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.inference.generate import load
-from headstart.serving import importing as importer
+from headstart.serving import reading as importer
 from headstart.serving.layouts.files import PROVENANCE, read_files
 from headstart.serving.reading import build, layout_of
 from headstart.serving.verify.drafts import EngineSettings

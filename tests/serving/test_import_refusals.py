@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.serving.importing import Wishes, import_heads
 from headstart.serving.layouts.files import dequantized
+from headstart.serving.reading import Wishes, import_heads
 from headstart.support.errors import UserError
 
 Folder = tuple[dict[str, Any], Tensors]

@@ -18,10 +18,10 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.heads.warm_start import read_warm_start
 from headstart.inference.generate import load
-from headstart.serving import importing as importer
+from headstart.serving import reading as importer
 from headstart.serving.export import Request, export
-from headstart.serving.layouts.checkpoint import read_checkpoint
 from headstart.serving.layouts.files import PROVENANCE, read_files
+from headstart.serving.layouts.layout import read_checkpoint
 from headstart.serving.reading import build, layout_of, layouts_of, require_fit
 from headstart.serving.verify.drafts import EngineSettings
 from headstart.serving.verify.verify import Check, recorded, verify

@@ -23,8 +23,8 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
+from headstart.serving.export import reference
 from headstart.serving.layouts.files import read_files
-from headstart.serving.reference import reference
 from headstart.serving.verify.drafts import EngineSettings, Transcript, Verdict
 from headstart.serving.verify.llamacpp import LLAMACPP
 from headstart.serving.verify.verify import Check, verify

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from headstart.chat.images import as_parts
 from headstart.chat.messages import image_parts, named, read_conversation
 from headstart.cli.main import main
-from headstart.heads.backbone import images as backbone_images
+from headstart.heads.backbone import features as backbone_images
 from headstart.inference.capture.capture import warn_once
 from headstart.inference.generate import load
 from headstart.support.errors import UserError

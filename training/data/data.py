@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from headstart.chat.images import ImageReader, make_chat
 from headstart.chat.messages import prompt_length
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.images import image_reader
+from headstart.heads.backbone.features import image_reader
 from headstart.support.errors import UserError, notice
 from headstart.training.data.batches import Mix
-from headstart.training.data.check import Check, compare
-from headstart.training.data.kept import Splits, keep_splits, read_splits, tokens_file
+from headstart.training.data.kept import Check, Splits, compare, keep_splits, read_splits, tokens_file
 from headstart.training.data.rows import Row, names_file, read_rows
 from headstart.training.data.samples import CONVERSATIONS, Column, Sample, Stats, find_column
 from headstart.training.data.tokenise import chat_settings, make_samples, reader_of

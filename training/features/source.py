@@ -12,8 +12,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from contextvars import copy_context
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from headstart.chat.images import ImageFile
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.features import Features, join_features, stack_rows
+from headstart.heads.backbone.features import Features, Images, join_features, stack_rows, with_positions
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.head_only import load_head_only
-from headstart.heads.backbone.images import Images, with_positions
 from headstart.heads.backbone.model_config import WITH_IMAGES, load_config, loaded_dtype, quantizing
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
+from headstart.support.devices import holding
 from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch, collate
 from headstart.training.data.samples import Sample
@@ -42,12 +42,9 @@ def open_backbone(
     images: bool = False,
 ) -> Backbone:
     """Load the backbone, frozen, with ``backbone.adapter`` if set; see `load_backbone`. Raises UserError."""
-    context = copy_context()
-    context.run(WITH_IMAGES.set, images)
-    backbone = context.run(
-        load_backbone, section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, attention=section.attention,
-        device=device, place=place,
-    )  # fmt: skip
+    own: dict[str, Any] = {"dtype": section.dtype, "trust_remote_code": section.trust_remote_code, "attention": section.attention}
+    with holding(WITH_IMAGES, images):
+        backbone = load_backbone(section.path, device=device, place=place, **own)
     if section.adapter is not None:
         backbone.attach(section.adapter)
     return backbone

@@ -16,7 +16,7 @@ forward pass of the backbone.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from headstart.support.errors import UserError, naming
 from headstart.support.hub import local_or_shipped
 from headstart.training.recipe.sections import Backbone, Cache, Data, Log, Save, Text
 from headstart.training.recipe.training import Eval, Features, Objective, Regenerate, Train
+from headstart.training.recipe.yaml_text import KEY as EXTENDS
 from headstart.training.recipe.yaml_text import by_name, dump_yaml, override, read_extended
 
 LENGTHS = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
@@ -195,3 +196,52 @@ def to_dict(section: StrictModel) -> dict[str, Any]:
 def to_yaml(recipe: Recipe) -> str:
     """The whole recipe, defaults included; ``load_recipe`` reads it back to an equal one."""
     return dump_yaml(to_dict(recipe))
+
+
+# The JSON schema for editors.
+
+_EXTENDS = {
+    "description": "Recipes, or parts of recipes, whose keys this one has too unless it replaces them; paths relative to this file.",
+    "anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}],
+}
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe file; ``drafter`` and ``heads`` know the arguments of every kind that ships."""
+    from headstart.heads.methods import find_drafter, methods  # here, as above
+
+    schema, kinds = Recipe.model_json_schema(), {kind: find_drafter(kind).Config.model_json_schema() for kind in methods()}
+    definitions, options = schema["$defs"], DrafterOptions.model_json_schema()["properties"]
+    own = {"name": {"type": "string"}, "objective": {"$ref": "#/$defs/Objective"}, "train": {"$ref": "#/$defs/OwnTrain"}}
+    for kind, arguments in kinds.items():
+        definitions.update(arguments.get("$defs", {}))
+        definitions[f"drafter-{kind}"] = _drafter(kind, arguments, options)
+        definitions[f"head-{kind}"] = _drafter(kind, arguments, options, own)
+    train = definitions["Train"]
+    definitions["OwnTrain"] = {**train, "properties": {k: v for k, v in train["properties"].items() if k not in SHARED_KEYS}}
+    entry = _one_of("head", kinds)
+    listed = {"type": "array", "items": entry}
+    differs: dict[str, Any] = {name: {} for kind in kinds for name in definitions[f"drafter-{kind}"]["properties"]} | {"kind": False}
+    part = {"type": "object", "title": "what differs from an extended file", "properties": differs, "additionalProperties": False}
+    one = [*_one_of("drafter", kinds)["oneOf"], part]
+    about = {key: {"description": schema["properties"][key]["description"]} for key in ("drafter", "heads")}
+    schema["properties"]["drafter"] = {**about["drafter"], "oneOf": one}
+    schema["properties"]["heads"] = {**about["heads"], "anyOf": [listed, {"type": "object", "additionalProperties": entry}]}
+    schema["properties"] = {EXTENDS: _EXTENDS, **schema["properties"]}
+    required = schema.pop("required")
+    inside = {key: {"required": definitions[key.capitalize()].pop("required")} for key in required}  # an extended file may have them
+    inside["drafter"] = {"required": ["kind"]}
+    whole = [{"required": [*required, trained], "properties": inside} for trained in ("drafter", "heads")]
+    return {"$schema": DIALECT, **schema, "title": "Headstart recipe", "anyOf": [*whole, {"required": [EXTENDS]}]}
+
+
+def _drafter(kind: str, arguments: Mapping[str, Any], options: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    properties = {**options, "kind": {"const": kind}, **arguments["properties"], **(own or {})}
+    required = ["kind", *arguments.get("required", [])]
+    return {"type": "object", "title": kind, "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _one_of(prefix: str, kinds: Iterable[str]) -> dict[str, Any]:
+    dotted = {"type": "object", "title": "a module of your own", "properties": {"kind": {"pattern": r"\."}}, "required": ["kind"]}
+    return {"oneOf": [*({"$ref": f"#/$defs/{prefix}-{kind}"} for kind in kinds), dotted]}

@@ -25,11 +25,10 @@ from headstart.heads.checkpoint import require_sizes
 from headstart.inference.capture.plugin import compile_lacking
 from headstart.inference.engine.request import context_of
 from headstart.inference.generate import SpeculativeModel, load
-from headstart.inference.measure import Settings
+from headstart.inference.measure import Prompt, Queue, Settings, stream
 from headstart.inference.proposers.recycling import RecyclingProposer
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.steps import Tally
-from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash
 from headstart.training.data.data import read_images

@@ -17,9 +17,8 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.block import ANCHORED
 from headstart.heads.layers.block_parts import GROUP, TAPS
-from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files, write_folder
-from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, unscaled_embedding, whole_number, without_copies
+from headstart.serving.layouts.layout import Checkpoint, Choice, Counting, Heads, Layout, unscaled_embedding, whole_number, without_copies
 from headstart.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree
 from headstart.support.errors import UserError
 

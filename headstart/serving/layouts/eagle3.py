@@ -21,9 +21,8 @@ from typing import Any, ClassVar
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle import BIAS
 from headstart.heads.eagle3 import ITS_COPY, SECOND_NORM
-from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files
-from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, unscaled_embedding, without_copies
+from headstart.serving.layouts.layout import Checkpoint, Choice, Counting, Heads, Layout, unscaled_embedding, without_copies
 from headstart.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree, sliding_window, with_vocabulary
 from headstart.support.errors import UserError
 

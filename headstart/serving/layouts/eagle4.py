@@ -18,10 +18,9 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.own_readout import SHORTLIST, SUBSPACE
-from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.eagle3 import Eagle3, has_qk_norm, tap_choices
 from headstart.serving.layouts.files import Files, write_folder
-from headstart.serving.layouts.layout import Choice, Counting, Heads
+from headstart.serving.layouts.layout import Checkpoint, Choice, Counting, Heads
 from headstart.serving.layouts.parts import IDS
 from headstart.support.errors import UserError
 

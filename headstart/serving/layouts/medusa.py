@@ -24,9 +24,8 @@ import torch
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.mlp import PREFIX as MLP_PREFIX
-from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import Files, write_folder
-from headstart.serving.layouts.layout import Counting, Heads, Layout, whole_number
+from headstart.serving.layouts.layout import Checkpoint, Counting, Heads, Layout, whole_number
 from headstart.serving.layouts.parts import over_whole_vocabulary, with_vocabulary
 from headstart.support.errors import UserError
 

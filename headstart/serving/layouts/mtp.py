@@ -19,16 +19,14 @@ from torch import Tensor
 
 from headstart.heads.backbone import smaller
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED, checkpoint_folder
-from headstart.heads.backbone.native_mtp import Layout as Names
-from headstart.heads.backbone.weight_files import weight_files
+from headstart.heads.backbone.weight_files import LAYOUTS, SHARED, checkpoint_folder, weight_files
+from headstart.heads.backbone.weight_files import Layout as Names
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.draft_model import DraftModel as Drafter
 from headstart.heads.mtp import Mtp
-from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.files import DamagedError, Files, require_finite, require_new
-from headstart.serving.layouts.layout import Counting, Heads, Layout
+from headstart.serving.layouts.layout import Checkpoint, Counting, Heads, Layout
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, write_json
 from headstart.support.json_text import read_json

@@ -18,8 +18,7 @@ from transformers import AutoConfig
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.smaller import FAULTS
 from headstart.heads.layers.start_values import LayerShape, llama_like
-from headstart.serving.layouts.checkpoint import Checkpoint
-from headstart.serving.layouts.layout import Heads
+from headstart.serving.layouts.layout import Checkpoint, Heads
 from headstart.support.errors import UserError
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -12,12 +12,11 @@ from typing import Any
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import load_config
-from headstart.heads.backbone.native_mtp import LAYOUTS
+from headstart.heads.backbone.weight_files import LAYOUTS
 from headstart.serving.layouts.block import CONFIDENCE, Block, odd_parts
-from headstart.serving.layouts.checkpoint import Checkpoint
 from headstart.serving.layouts.eagle3 import Eagle3, Peagle, has_qk_norm, tap_choices
 from headstart.serving.layouts.files import Files, write_folder
-from headstart.serving.layouts.layout import Choice, Counting, Heads, Layout, unscaled_embedding
+from headstart.serving.layouts.layout import Checkpoint, Choice, Counting, Heads, Layout, unscaled_embedding
 from headstart.serving.layouts.parts import IDS
 from headstart.support.errors import UserError
 

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.serving.layouts.llamacpp import FILE
-from headstart.serving.layouts.llamacpp_block import FILE as BLOCK_FILE
-from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
-from headstart.serving.verify.process import CHECKOUT, EngineProcess
+from headstart.serving.layouts.llamacpp import BLOCK_FILE, FILE
+from headstart.serving.verify.drafts import CHECKOUT, EngineProcess, EngineSettings, Round, Transcript
 from headstart.support.errors import UserError
 
 LLAMACPP = EngineProcess(

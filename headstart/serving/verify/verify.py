@@ -17,12 +17,11 @@ from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import checked_weights, load_drafter, read_metadata
+from headstart.serving.export import agreement, reference
 from headstart.serving.layouts.files import PROVENANCE, DamagedError, Files, read_files, stated_format
 from headstart.serving.reading import build, original_of, read_exported, recognise, round_as_stored
-from headstart.serving.reference import agreement, reference
 from headstart.serving.verify import llamacpp, vllm
-from headstart.serving.verify.drafts import Engine, EngineSettings, Verdict, compare
-from headstart.serving.verify.process import EngineProcess
+from headstart.serving.verify.drafts import Engine, EngineProcess, EngineSettings, Verdict, compare
 from headstart.support.errors import UserError
 from headstart.support.hub import resolve
 from headstart.support.json_text import read_json

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
-from headstart.serving.verify.process import CHECKOUT, EngineProcess
+from headstart.serving.verify.drafts import CHECKOUT, EngineProcess, EngineSettings, Round, Transcript
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder, resolve
 from headstart.support.json_text import read_json

@@ -16,12 +16,11 @@ import torch
 from transformers import LogitsProcessorList
 
 from headstart.inference.decode import Decoder
+from headstart.inference.engine.drafter_source import DrafterSource
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.handover import turn
-from headstart.inference.runtime import Engine
-from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.runtime import Engine, turn
 from headstart.support.errors import UserError, notice
 from headstart_cpu import kernels, store, workers
 from headstart_cpu.compiled_pass import BEGUN

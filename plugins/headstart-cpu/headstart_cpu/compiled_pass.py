@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.capture.backend import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
 from headstart.inference.capture.captured import void_running, warn_once
+from headstart.inference.capture.plugin import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
 from headstart.support.pytree import builder, flatten
 from headstart_cpu import store
 from headstart_cpu.kernels import Damaged

@@ -17,10 +17,9 @@ from transformers import PretrainedConfig
 from headstart.heads.backbone.adapter import tuner_state
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
-from headstart.heads.kv.rows import STEP
-from headstart.inference.capture.backend import Call, Function, all_nearly_equal
+from headstart.heads.layers.rows import STEP
 from headstart.inference.capture.captured import warn_once
-from headstart.inference.capture.plugin import Collect
+from headstart.inference.capture.plugin import Call, Collect, Function, all_nearly_equal
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.capture.backend import Function
-from headstart.inference.capture.plugin import Collect
+from headstart.inference.capture.plugin import Collect, Function
 from headstart_cpu.passes import compiled_pass
 from headstart_cpu.trace import Trace
 

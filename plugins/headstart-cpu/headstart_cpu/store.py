@@ -30,7 +30,7 @@ from headstart_cpu.program import SPACE, NotCompiled, Program, Region
 def code() -> str:
     """A hash of all that compiled layers depend on beside the model: the machine, versions and this code."""
     digest, root = hashlib.sha256(f"{kernels.code()} | {transformers.__version__}".encode()), Path(headstart.__file__).parent
-    folders = (Path(__file__).parent, *(root / name for name in ("heads", "inference/engine", "inference/sources")))
+    folders = (Path(__file__).parent, *(root / name for name in ("heads", "inference/engine")))
     for file in (file for folder in folders for file in sorted(folder.rglob("*.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:20]

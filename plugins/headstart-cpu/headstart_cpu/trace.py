@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.tree_attention import LONG
 from headstart.inference.capture import onednn
-from headstart.inference.capture.backend import Backend, Call, Capture, Flat, Function, sizes_of_one
 from headstart.inference.capture.capture import version
+from headstart.inference.capture.plugin import Backend, Call, Capture, Flat, Function, sizes_of_one
 
 PACKED_FOR = 12
 """Rows that the order is chosen for; it works for any number."""

@@ -24,8 +24,8 @@ from needs import needs_a_compiler
 import headstart
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.inference.capture.backend import all_nearly_equal
 from headstart.inference.capture.capture import choose
+from headstart.inference.capture.plugin import all_nearly_equal
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.serving.reference import draft_logits
+from headstart.serving.export import draft_logits
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript
 from plain.base import Reading, Target
 

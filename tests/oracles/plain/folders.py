@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED
+from headstart.heads.backbone.weight_files import LAYOUTS, SHARED
 from headstart.serving.layouts.files import Files
 from headstart.serving.reading import recognise
 from plain.base import Reading, Shapes

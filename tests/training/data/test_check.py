@@ -28,9 +28,8 @@ from headstart.chat.messages import read_conversation
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
-from headstart.training.data.check import ROWS
 from headstart.training.data.data import load_data
-from headstart.training.data.kept import Splits
+from headstart.training.data.kept import ROWS, Splits
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data
 from headstart.training.regenerate.items import Conversation, Response, read_items

@@ -10,7 +10,7 @@ from published import ASKED, CALLS, SITUATIONS, Shape, refused, shapes, tally, t
 from headstart.chat.conversation import Chat
 from headstart.chat.messages import read_messages
 from headstart.chat.template import ChatSettings, TemplateRefusal
-from headstart.training.data.check import compare
+from headstart.training.data.kept import compare
 from headstart.training.data.samples import Column
 from headstart.training.recipe.recipe import Data
 

@@ -17,7 +17,7 @@ from watched import watched
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.decode import Decoder
-from headstart.inference.sources.proposer import MAX_PROPOSER_ROWS, ProposerSource
+from headstart.inference.engine.proposer import MAX_PROPOSER_ROWS, ProposerSource
 from headstart.support import terminal
 from headstart.training.data.batches import collate
 from headstart.training.features.cached import CachedFeatures

@@ -14,8 +14,7 @@ from test_recipe import LEAST
 from headstart.cli.main import main
 from headstart.heads.methods import methods
 from headstart.support.config import dotted_keys
-from headstart.training.recipe.recipe import Recipe, load_recipe
-from headstart.training.recipe.schema import recipe_schema
+from headstart.training.recipe.recipe import Recipe, load_recipe, recipe_schema
 from headstart.training.recipe.yaml_text import read_extended, read_yaml
 
 ROOT = Path(__file__).parents[3]

@@ -13,9 +13,9 @@ from heapq import heappop, heappush
 from typing import TypeVar
 
 from headstart.heads.backbone.features import Features
+from headstart.inference.engine.source import Accepted, Rows, Source
 from headstart.inference.engine.texts import Texts
 from headstart.inference.engine.tree import Pool
-from headstart.inference.sources.source import Accepted, Rows, Source
 
 MIN_PATH_PROB = 0.005
 """Minimum path probability of a node: no tree would include less likely ones."""

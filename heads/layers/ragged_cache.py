@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from headstart.heads.backbone.recurrent import Added, States
-from headstart.heads.kv.rows import (
+from headstart.heads.layers.rows import (
     FixedMemory,
     grown,
     join_rows,

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
-from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.heads.kv.rows import list_stores, map_stores, pad_rows, padded_rows
+from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.layers.rows import list_stores, map_stores, pad_rows, padded_rows
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.captured import Captured
+from headstart.inference.engine.source import Accepted, DraftScoring, Level, Nodes, Progress, Rows, Source, draft_levels, unpacked
 from headstart.inference.engine.tree import BEAM_WIDTH, CPU_WIDTH, Pool, TreeShape, graph_size
-from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, unpacked
-from headstart.inference.sources.source import Accepted, DraftScoring, Rows, Source
 from headstart.support.pytree import map_tensors
 
 LAST = 2

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headstart.heads.kv.ragged_cache import visible_slots
-from headstart.heads.kv.rows import RowState, grown, join_rows, octave_up, put, select_rows, sized, whole_steps
 from headstart.heads.layers.decoder_layer import Frequencies, Rotary, Rotation, rotary_at
+from headstart.heads.layers.ragged_cache import visible_slots
+from headstart.heads.layers.rows import RowState, grown, join_rows, octave_up, put, select_rows, sized, whole_steps
 from headstart.support.devices import is_accelerator
 
 
@@ -127,7 +127,6 @@ class DraftCache(RowState):
 
     @property
     def slots(self) -> int:
-        """Slots per row."""
         return self.keys_BGSC.shape[2]
 
     @property

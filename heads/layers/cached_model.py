@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import pick
-from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache, extend_ancestors, masks_by_kind
-from headstart.heads.kv.rows import RowState, drafted, grown, join_rows, select_rows
+from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache, extend_ancestors, masks_by_kind
+from headstart.heads.layers.rows import RowState, drafted
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,6 @@ class Rows(RowState):
     """The ancestors of the last level's nodes among all drafted nodes; None before the first level."""
     levels_M: Tensor | None = drafted()
     """The level of each node processed so far; 0 for the root."""
-
-    def reserve(self, length: int) -> Rows:
-        keys, values = (tuple(grown(store, length) for store in stores) for stores in self.stores)
-        return Rows((keys, values), self.lengths_B)
-
-    def select(self, rows_B: Tensor) -> Rows:
-        keys, values = (tuple(select_rows(store, rows_B) for store in stores) for stores in self.stores)
-        return Rows((keys, values), self.lengths_B[rows_B])
-
-    def join(self, other: Rows) -> Rows:
-        pairs = zip(self.stores, other.stores, strict=True)
-        keys, values = (tuple(join_rows(*pair) for pair in zip(*stores, strict=True)) for stores in pairs)
-        return Rows((keys, values), torch.cat([self.lengths_B, other.lengths_B]))
 
 
 def read_level(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Rows]:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headstart.heads.kv.draft_cache import DraftCache, NodeSlots, Ring
-from headstart.heads.kv.rows import put
 from headstart.heads.layers.causal_attention import Blocks
 from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
+from headstart.heads.layers.draft_cache import DraftCache, NodeSlots, Ring
+from headstart.heads.layers.rows import put
 
 
 class CachedLayer:

@@ -42,6 +42,9 @@ def list_stores(state: Any) -> list[Tensor]:
     return stores
 
 
+Change = Callable[..., Any]
+
+
 def drafted() -> Any:
     """Declare a field about drafted nodes: None until nodes are drafted, and reset to None by `select`, `join` and `reserve`."""
     return field(default=None, metadata={"drafted": True})
@@ -56,45 +59,36 @@ class RowState:
 
     def select(self, rows_B: Tensor) -> Self:
         """Select the rows ``rows_B`` (int64), in that order; rows may be repeated."""
-        return self._with({name: _select(value, rows_B) for name, value in self._lasting().items()})
+        return self._changed(lambda state: state.select(rows_B), lambda tensor: tensor[rows_B], lambda store: select_rows(store, rows_B))
 
     def join(self, other: Self) -> Self:
         """Append the rows of another state."""
-        return self._with({name: _join(value, getattr(other, name)) for name, value in self._lasting().items()})
+        return self._changed(lambda *states: states[0].join(states[1]), lambda *tensors: torch.cat(tensors), join_rows, other)
 
     def reserve(self, length: int) -> Self:
         """Return the state with capacity for ``length`` positions per row, nodes to draft included, and without those drafted before."""
-        return self._with({name: _reserve(value, length) for name, value in self._lasting().items()})
+        return self._changed(lambda state: state.reserve(length), lambda tensor: tensor, lambda store: grown(store, length))
 
-    def _lasting(self) -> dict[str, Any]:
-        values = {member.name: getattr(self, member.name) for member in fields(self) if "drafted" not in member.metadata}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def _with(self, changes: dict[str, Any]) -> Self:
-        return replace(self, **{member.name: None for member in fields(self) if "drafted" in member.metadata}, **changes)
-
-
-def _select(value: Any, rows_B: Tensor) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_select(part, rows_B) for part in value)
-    return value.select(rows_B) if isinstance(value, RowState) else value[rows_B]
+    def _changed(self, of_state: Change, of_tensor: Change, of_store: Change, *others: Self) -> Self:
+        """Change every field that is set, with those of ``others``; the fields about drafted nodes are no longer set."""
+        changed: dict[str, Any] = {}
+        for member in fields(self):
+            values = [getattr(state, member.name) for state in (self, *others)]
+            if "drafted" in member.metadata or values[0] is None:
+                changed[member.name] = None
+            else:
+                changed[member.name] = _changed_each(of_state, of_store if member.name in self.stored else of_tensor, *values)
+        return replace(self, **changed)
 
 
-def _join(value: Any, other: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_join(*parts) for parts in zip(value, other, strict=True))
-    return value.join(other) if isinstance(value, RowState) else torch.cat([value, other])
-
-
-def _reserve(value: Any, length: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_reserve(part, length) for part in value)
-    return value.reserve(length) if isinstance(value, RowState) else value
+def _changed_each(of_state: Change, of_tensor: Change, *values: Any) -> Any:
+    if isinstance(values[0], tuple):
+        return tuple(_changed_each(of_state, of_tensor, *parts) for parts in zip(*values, strict=True))
+    return (of_state if isinstance(values[0], RowState) else of_tensor)(*values)
 
 
 STEP = 64
 """Capacities are multiples of this, so that few shapes occur."""
-
 MAX_COARSE = 1024
 """Capacities on an accelerator are powers of two up to this, then multiples of it."""
 MAX_ROWS = 64

@@ -1,1 +1,0 @@
-"""Sources of drafts: trained heads, n-grams, token recycling, early exit."""
