@@ -109,7 +109,7 @@ def engines_of(args: argparse.Namespace, subject: Subject, plan: Plan, longest: 
         command = [args.node, str(DRIVERS[LLAMA]), str(args.llama.absolute())]
         yield Engine(LLAMA, backbone, command, job(gguf.path.absolute(), backbone, threads, **given))
     if args.openvino is not None:
-        precision = {"float32": "f32", "bfloat16": "bf16"}[dtype_name(backbone.dtype)]
+        precision = {"fp32": "f32", "bf16": "bf16"}[dtype_name(backbone.dtype)]
         command, shared = [str(args.openvino.absolute()), "-I", str(DRIVERS[OPENVINO])], {"engine": OPENVINO, "precision": precision}
         model, found = converted(args, subject, folder)
         plain = Engine("OpenVINO", backbone, command, job(model, backbone, threads, heads=None, **shared))

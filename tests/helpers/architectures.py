@@ -26,7 +26,7 @@ class Architecture:
     def name(self) -> str:
         return self.models[0]
 
-    @property
+    @functools.cached_property
     def title(self) -> str:
         return type(self.model()).__name__
 

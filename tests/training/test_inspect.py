@@ -56,15 +56,28 @@ def inspected(tmp_path: Path, what: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-def test_a_sample_shows_what_is_learned(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is learned of a sample, and what the heads will read."""
     report, out = inspected(tmp_path, recipe), capsys.readouterr().out
     learned = "".join(piece["text"] for piece in report["sample"] if piece["loss"])
     assert out.count(f"⟦{ANSWER}<|im_end|>⟧") == 2 and learned == 2 * f"{ANSWER}<|im_end|>" and "\x1b" not in out
     assert "<|im_start|>user\nWhat is two?<|im_end|>" in out
     special = {piece["text"] for piece in report["sample"] if piece["special"]}
     assert special == {"<|im_start|>", "<|im_end|>"}
-    second, out = inspected(tmp_path, recipe, "--row", "1"), capsys.readouterr().out
+    contract = report["contract"]
+    assert contract["taps"] == {
+        "2": "model.layers.1 (LlamaDecoderLayer)", "4": "model.layers.3 (LlamaDecoderLayer)", "5": "model.layers.4 (LlamaDecoderLayer)",
+    }  # fmt: skip
+    assert contract["final_norm"] == "model.norm (LlamaRMSNorm)" and contract["chat_template"] == template_hash(CHATML)
+    assert contract["chat_template"] in out and "model.layers.1" in out
+    drafted, tokens = report["vocabulary"]["drafters"]["eagle3"], [piece["token"] for piece in report["sample"] if piece["loss"]]
+    assert report["vocabulary"]["distinct_label_tokens"] == len({*tokens}) and drafted["size"] == 8
+    often = sorted(map(tokens.count, {*tokens}), reverse=True)  # all answers are the same
+    assert drafted["training"] == pytest.approx(sum(often[:8]) / len(tokens))
+    assert "8 of" in out
+    second, out = inspected(tmp_path, recipe, "--row", "1", "drafter={kind: medusa}"), capsys.readouterr().out
     assert second["row"] == 1 and out.count("⟦") == 1 and "sample    1: " in out
+    assert not second["vocabulary"]["drafters"]
 
 
 class Terminal(io.StringIO):
@@ -72,7 +85,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("name", "value"), [("TERM", "xterm"), ("TERM", "dumb"), ("NO_COLOR", "1")])
+@pytest.mark.parametrize(("name", "value"), [("TERM", "xterm"), ("NO_COLOR", "1")])
 def test_colours_at_a_terminal_alone(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -95,24 +108,6 @@ def test_the_data_in_numbers(recipe: Path, tmp_path: Path, capsys: pytest.Captur
     assert "1 rows without an assistant turn" in out and "samples truncated" in out
     packed = inspected(tmp_path, recipe, "data.packing=true")["data"]["packed"]
     assert packed["rows"] < 8 and 0 < packed["fill"] <= 1
-
-
-def test_what_the_heads_will_read(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report, out = inspected(tmp_path, recipe), capsys.readouterr().out
-    contract = report["contract"]
-    assert contract["taps"] == {
-        "2": "model.layers.1 (LlamaDecoderLayer)", "4": "model.layers.3 (LlamaDecoderLayer)", "5": "model.layers.4 (LlamaDecoderLayer)",
-    }  # fmt: skip
-    assert contract["final_norm"] == "model.norm (LlamaRMSNorm)" and contract["chat_template"] == template_hash(CHATML)
-    assert contract["chat_template"] in out and "model.layers.1" in out
-    drafted = report["vocabulary"]["drafters"]["eagle3"]
-    learned = [piece["token"] for piece in report["sample"] if piece["loss"]]
-    different = set(learned)
-    assert report["vocabulary"]["distinct_label_tokens"] == len(different) and drafted["size"] == 8
-    often = sorted(map(learned.count, different), reverse=True)  # all answers are the same
-    assert drafted["training"] == pytest.approx(sum(often[:8]) / len(learned))
-    assert "8 of" in out
-    assert not inspected(tmp_path, recipe, "drafter={kind: medusa}")["vocabulary"]["drafters"]
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def test_a_model_that_asks_for_values(kind: str, small: Path, tmp_path: Path) ->
     """Gemma 3n takes a threshold from torch's normal distribution, which checks its parameters; Qwen4 chooses keys in a loop."""
     tiny_model(kind).save_pretrained(tmp_path / "model")
     recipe = load_recipe(small, [f"backbone.path={tmp_path / 'model'}", "data.train=not/here"])
-    phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(4, 64)).phases
+    phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(2, 24)).phases
     assert phases[TARGET_FORWARD]["backbone activations"] > 10_000
 
 

@@ -120,7 +120,7 @@ def test_recomputed_blocks_are_planned_as_they_are_computed(small: Path) -> None
     options = ["drafter={kind: block, layers: 2, depth: 3}", "train.gradient_checkpointing=true"]
     recipes = [load_recipe(small, options[:count]) for count in (1, 2)]
     plans = [MemoryPlan(recipe, make_fake_models(recipe, True), True, False) for recipe in recipes]
-    kept, again = (plan.step(MicroBatch(2, 64)).phases[DRAFT_STEP] for plan in plans)
+    kept, again = (plan.step(MicroBatch(1, 32)).phases[DRAFT_STEP] for plan in plans)
     assert again["drafter activations"] < kept["drafter activations"] and again["attention"] < kept["attention"]
 
 
@@ -129,7 +129,7 @@ def test_recomputed_blocks_are_planned_as_they_are_computed(small: Path) -> None
 def test_a_trained_backbone_adds_its_passes_to_the_arithmetic(kind: str, small: Path) -> None:
     def operations(*changes: str) -> dict[str, int]:
         recipe = load_recipe(small, [f"drafter.kind={kind}", *changes])
-        return step_operations(MemoryPlan(recipe, make_fake_models(recipe, True), True, False), MicroBatch(1, 64))
+        return step_operations(MemoryPlan(recipe, make_fake_models(recipe, True), True, False), MicroBatch(1, 24))
 
     frozen, trained, held, again = operations(), *(
         operations(f"backbone.lora={{rank: 1, kl_weight: {weight}}}", *more)
@@ -157,8 +157,8 @@ def test_several_heads_learn_one_after_another(small: Path) -> None:
 def test_a_share_of_the_positions_takes_less_memory(small: Path, key: str, kind: str) -> None:
     taken = {}
     for share in (0.1, 0.4):
-        recipe = load_recipe(small, [f"drafter={{kind: {kind}, depth: 4, {key}: {share}}}", "objective.chunk_size=16"])
-        phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(4, 500)).phases
+        recipe = load_recipe(small, [f"drafter={{kind: {kind}, depth: 4, {key}: {share}}}", "objective.chunk_size=64"])
+        phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(4, 250)).phases
         taken[share] = phases[DRAFT_STEP]["drafter activations"]
     assert 1.2 < taken[0.4] / taken[0.1] < 4.5
 

@@ -27,7 +27,7 @@ from headstart.training.setup import prepare
 
 ROOT = Path(__file__).parents[2]
 GPU = Machine(True, 1, 80_000_000_000, "accelerator", False)
-FEW = (("gpt2", "medusa"), ("gpt2", "medusa2"), ("ministral-3-3b-instruct-2512", "eagle3"), ("gemma-2-9b-it", "block"))
+FEW = (("gpt2", "medusa2"), ("ministral-3-3b-instruct-2512", "eagle3"), ("gemma-2-9b-it", "block"))
 """Shipped recipes that are tried in every run of the tests; the others are slow."""
 
 

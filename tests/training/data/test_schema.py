@@ -1,6 +1,7 @@
 """The JSON schema of recipes and the tables of docs/recipe.md match the models; recipes that extend others are merged as they say."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,13 @@ SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.n
 RENEW = "run: headstart schema --out recipes/schema.json, python tests/helpers/tables.py docs/recipe.md"
 
 
+@cache
+def validator() -> Draft202012Validator:
+    return Draft202012Validator(recipe_schema())
+
+
 def faults(value: Any) -> list[Any]:
-    return list(Draft202012Validator(recipe_schema()).iter_errors(value))
+    return list(validator().iter_errors(value))
 
 
 def stated(schema: str) -> Any:
