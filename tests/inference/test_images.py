@@ -2,6 +2,7 @@
 
 import base64
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,24 @@ def test_every_token_is_transformers_own(family: str) -> None:
     together = say(right, batch, tree=TREE, **HOW)
     assert torch.equal(together, model.generate(**batch, **HOW)) and unpadded(together, batch) == alone
     assert torch.equal(say(right, batch, tree=TREE, batch_size=2, **HOW), together), "rows begin as others end"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fifty_prompts(family: str) -> None:
+    """Of other pictures and texts each, greedy as transformers and sampled as without drafts; of each pair also the batch, padded."""
+    of, drawn, before = drafting(family, "eagle3"), random.Random(0), None
+    for seed in range(50):
+        pictures = [Picture(2 * seed + i, wide=drawn.random() < 0.3) for i in range(drawn.choice((0, 1, 1, 2)))]
+        parts = [drawn.randint(2, 9), *(part for picture in pictures for part in (picture, drawn.randint(1, 6)))]
+        prompt = prompt_of(family, parts, seed)
+        assert torch.equal(say(of, prompt, tree=TREE, **HOW), of.backbone.model.generate(**prompt, **HOW)), (seed, parts)
+        plain = say(of, prompt, seed=seed, speculate=False, **SAMPLED)
+        assert torch.equal(say(of, prompt, seed=seed, tree=TREE, **SAMPLED), plain), (seed, parts)
+        if before is not None and seed % 2:
+            batch = batch_of([before, prompt])
+            assert torch.equal(say(of, batch, tree=TREE, **HOW), of.backbone.model.generate(**batch, **HOW)), (seed, parts)
+        before = prompt
 
 
 @pytest.mark.matrix
