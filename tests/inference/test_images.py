@@ -17,10 +17,12 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.image_utils import load_image
 
-from headstart.chat.images import read_image
+from headstart.chat.images import ImagePrompter, read_image
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import image_reader, load_processor
+from headstart.inference.bench.judging import Judging
+from headstart.inference.bench.systems import AR, HeadstartSystem, SystemResult
 from headstart.inference.capture.capture import warn_once
 from headstart.inference.engine.inputs import read_images
 from headstart.inference.engine.judge import Rounding
@@ -231,6 +233,39 @@ def test_bench_asks_rows_with_their_own_images(folder: Path, monkeypatch: pytest
                         (["--images", "--image", "red.png"], "give one of them"),
                         (["--images", "--batch-size", "2"], "one at a time")):  # fmt: skip
         assert said in error_of(capsys, "bench", *ARGUMENTS, *how, *given)
+
+
+def test_rows_of_the_same_tokens_have_their_own_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    tokenizer = load_processor("model").tokenizer
+    prompter = ImagePrompter(tokenizer, with_images=True, reader=image_reader("model", tokenizer))
+    red, grey = (prompter.of_row({"question": "What is this?", "image": name}).ids_T for name in ("red.png", "grey.png"))
+    pixels = [prompter.beside(ids_T, torch.device("cpu"))["pixel_values"] for ids_T in (red, grey)]
+    assert torch.equal(red, grey) and not torch.equal(*pixels)
+    assert not prompter.beside(prompter.of_row({"text": "Some text."}).ids_T, torch.device("cpu"))
+    for row, said in (({"text": "Some text.", "image": "red.png"}, "to ask a question with them"),
+                      ({"question": "An <image>?"}, "has 1 more tokens of images than its images give")):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            prompter.of_row(row)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    refusing = ImagePrompter(tokenizer, with_images=True, reader=prompter.reader)
+    with pytest.raises(UserError, match="refuses the conversation with images: no; change it, or leave it out"):
+        refusing.of_row({"question": "What is this?", "image": "red.png"})
+
+
+def test_texts_of_the_same_tokens_are_judged_with_their_own_images() -> None:
+    on, prompts = image_backbone("smolvlm"), [prompt_of("smolvlm", [3, Picture(seed), 4], 1) for seed in range(2)]
+    ids = [prompt["input_ids"][0] for prompt in prompts]
+    given = {
+        id(ids_T): {name: value for name, value in prompt.items() if "pixel" in name} for ids_T, prompt in zip(ids, prompts, strict=True)
+    }
+    measured = SystemResult(HeadstartSystem(AR, SpeculativeModel(on, capture="off")))
+    measured.prompts, measured.sequences = (
+        {i: [ids_T] for i, ids_T in enumerate(ids)},
+        dict.fromkeys(range(2), [texts(1, 5)[0].clamp(max=LAST)]),
+    )
+    entry = Judging(on, lambda ids_T, _: given[id(ids_T)]).add({"temperature": 0.0}, measured, 0)
+    assert torch.equal(*ids) and entry.texts[0].shortfalls != entry.texts[1].shortfalls
 
 
 @pytest.mark.parametrize(
