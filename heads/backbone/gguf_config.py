@@ -1,7 +1,7 @@
 """What the header of a GGUF file says, compared with the configuration and the model that transformers makes of it.
 
 transformers reads some of the keys of each architecture and leaves the others at its defaults, without a word. Here every key is compared:
-what it means is put right, and what is not known is said. MEANINGS and `_set_scale` are facts of llama.cpp (src/llama-arch.cpp and
+what it means is put right, and what is not known is said. MEANINGS and LARGE are facts of llama.cpp (src/llama-arch.cpp and
 src/models/ in llama-cpp-python 0.3.36), beside the names that transformers' configurations give to the same.
 """
 

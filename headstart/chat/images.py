@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.conversation import Chat
@@ -191,32 +192,36 @@ class ImagePrompter(Prompter):
 
     images: tuple[Any, ...] = ()
     reader: ImageReader = field(kw_only=True)
-    of_rows: dict[tuple[int, ...], list[Any]] = field(default_factory=dict, init=False)
-    """The images of rows, by the tokens of their prompts."""
+    of_rows: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary, init=False)
+    """The images of rows, by the tensors of their prompts: those with other images may have the same tokens."""
 
     def begin(self, text: str) -> Tensor:
         return self._ids(text, True)
 
     def converse(self, messages: Sequence[Message], tools: Any = None) -> Tensor:
-        if self.with_images:
-            chat = ImageChat(self.tokenizer, self.settings, self.reader).of(messages, "prompt")
-            ids = chat.prompt(messages, tools)
-            self.of_rows[tuple(ids)] = [image for image, _ in chat.images]
-            return torch.tensor(ids)
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
         whole = as_parts(messages)
         whole[first] = whole[first] | {"content": [{"type": "image"}] * len(self.images) + whole[first]["content"]}
         try:
+            if self.with_images:
+                return self._of_row(messages, tools)
             return self._ids(self.conversations.template.render(whole, tools, ask=True).text, False)
         except TemplateRefusal as refusal:
-            raise UserError(f"the chat template refuses the conversation with images: {refusal}; change it, or give --raw") from None
+            otherwise = "leave it out" if self.with_images else "give --raw"
+            raise UserError(f"the chat template refuses the conversation with images: {refusal}; change it, or {otherwise}") from None
 
     def answered(self, messages: Sequence[Message], answer_T: Tensor) -> Message:
         return {"role": ASSISTANT, "content": self.tokenizer.decode(answer_T, skip_special_tokens=True)}
 
     def beside(self, ids_T: Tensor, device: torch.device) -> dict[str, Tensor]:
-        images = self.of_rows[tuple(ids_T.tolist())] if self.with_images else self.images
+        images = self.of_rows.get(ids_T, ()) if self.with_images else self.images
         return self.reader.arguments(images, ids_T.to(device)) if images else {}
+
+    def _of_row(self, messages: Sequence[Message], tools: Any) -> Tensor:
+        chat = ImageChat(self.tokenizer, self.settings, self.reader).of(messages, "the prompt")
+        chat.find(ids := chat.prompt(messages, tools))
+        self.of_rows[ids_T := torch.tensor(ids)] = [image for image, _ in chat.images]
+        return ids_T
 
     def _ids(self, text: str, special: bool) -> Tensor:
         return self.reader.inputs(text, self.images, "--image", special)["input_ids"][0]

@@ -174,7 +174,7 @@ def _completed(row: Mapping[str, Any], messages: list[Message], where: str, imag
         own = None if parts and all(part["image"] for part in parts) else row.get("image")  # with names of their own parts need no column
         name_images(messages, decode_list(row.get("images") or own or [], f"{where}, images"), where)
     elif image_parts(messages):
-        raise UserError(f"{where}: a turn has an image; train with data.images=true, decode with --image, or leave such rows out")
+        raise UserError(f"{where}: a turn has an image; train with data.images=true, ask with bench --images, or leave such rows out")
     return messages, tools
 
 

@@ -105,8 +105,8 @@ class Prompter:
         if column is None:
             raise UserError(f"no column to ask with (found {', '.join(row) or 'none'}; known: {', '.join(COLUMNS)})")
         value, images = row[column], row.get("images") or row.get("image")
-        if isinstance(images, str | list | dict) and images and not self.with_images:
-            raise UserError("the row has images: give --images to ask with them, or leave the column out")
+        if isinstance(images, str | list | dict) and images and not (self.with_images and column != "text"):
+            raise UserError("the row has images: give --images to ask a question with them, or leave the column out")
         if column in ("messages", "conversations") or (column == "prompt" and isinstance(value, list)):
             messages, tools = read_conversation(row, column, column, images=self.with_images)
             answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]

@@ -41,6 +41,7 @@ from headstart.support.files import atomic, file_hash
 from headstart.support.hub import EMBEDDED, resolve
 from headstart.support.json_text import read_json
 from headstart.support.terminal import progress, watched
+from headstart.support.text import shortened
 
 LAYOUTS: tuple[Layout, ...] = (
     Medusa(), Peagle(), Speculators(), Hydra(), MlpSpeculator(), Block(), DflashHf(), Eagle4(), Eagle3(), Eagle(), MtpStitch(),
@@ -48,6 +49,11 @@ LAYOUTS: tuple[Layout, ...] = (
 )  # fmt: skip
 """Every layout, in the order in which they are asked whether a folder is theirs."""
 SIZES = {"hidden_size": "width", "vocab_size": "vocabulary", "num_hidden_layers": "layers"}
+KINDS: dict[str, tuple[Any, str]] = {
+    "a mapping": (dict, "eagle_config dflash_config speculators_config"), "a list of names": (list, "architectures layer_types"),
+    "a number": (int | float, "rope_theta ptd_token_id"), "a name": (str, "speculators_model_type"),
+}  # fmt: skip
+"""Kinds of values of keys, as layouts expect them."""
 DERIVED = "rotary_emb.inv_freq"
 """Ending of buffers that follow from the configuration."""
 
@@ -59,7 +65,11 @@ def layouts_of(method: str | None = None) -> list[Layout]:
 
 
 def recognise(files: Files) -> Layout:
-    """Return the layout in which engines read a folder. Raises UserError if none is known."""
+    """Return the layout in which engines read a folder. Raises UserError if none is known, or for a key of another kind of value."""
+    for what, (kind, keys) in KINDS.items():
+        for key, value in ((key, files.config[key]) for key in keys.split() if files.config.get(key) is not None):
+            if not isinstance(value, kind) or (kind is list and not all(isinstance(name, str) for name in value)):
+                raise UserError(f"{files.path}: {key} in config.json is {what}; got {shortened(value)}: correct it, or remove it")
     found = next((layout for layout in LAYOUTS if layout.recognises(files)), None)
     if found is None:
         some, known = ", ".join(sorted(files.shapes)[:3]), ", ".join(dict.fromkeys(layout.title for layout in LAYOUTS))

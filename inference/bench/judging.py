@@ -64,7 +64,7 @@ class Judging:
             entry.with_logits.append(self._text(prompt_T, answer_T, entry.row["temperature"], seed, logits_TV))
 
     def _text(self, prompt_T: Tensor, answer_T: Tensor, temperature: float, seed: int, logits_TV: Tensor | None = None) -> Judgement:
-        key = (temperature, seed if temperature > 0 else None, tuple(prompt_T.tolist()), tuple(answer_T.tolist()))
+        key = (temperature, seed, tuple(prompt_T.tolist()), tuple(answer_T.tolist()))  # a seed is of one prompt, with its images
         if logits_TV is None and key in self._read:
             return self._read[key]
         warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature > 0 else [])

@@ -29,7 +29,8 @@ from headstart.serving.reading import build, layout_of
 from headstart.support.errors import UserError
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import Sums, objective
-from headstart.training.recipe.recipe import Objective
+from headstart.training.recipe.recipe import Objective, Train
+from headstart.training.run.optimizer import build_optimizer
 
 WANTED = Objective(terms={"kl": 1.0}, depth_weights="geometric", depth_decay=0.7, chunk_size=5)
 
@@ -116,6 +117,8 @@ def test_heads_without_one_get_it_by_further_training(tmp_path: Path) -> None:
     assert {name for name in new.tensors() if name not in old.tensors()} == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
     assert all(name.startswith(type(new).added) for name in new.tensors().keys() - old.tensors().keys())  # type: ignore[attr-defined]
     assert not any(tensor.any() for name, tensor in new.tensors().items() if name.startswith("confidence_head."))
+    matrices = build_optimizer(new, Train(steps=9, optimizer="muon", lr=1e-2)).param_groups[0]["params"]
+    assert not any(len(matrix) == 1 for matrix in matrices), "one row is no matrix to orthogonalise"
 
 
 @pytest.mark.parametrize("to", ["sglang", "speculators"])

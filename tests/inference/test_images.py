@@ -16,9 +16,8 @@ from image_models import FAMILIES, IMAGE, LAST, Picture, batch_of, image_backbon
 from PIL import Image
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.image_utils import load_image
 
-from headstart.chat.images import read_image
+from headstart.chat.images import ImagePrompter, read_image
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import image_reader, load_processor
@@ -73,18 +72,14 @@ def test_every_token_is_transformers_own(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fifty_prompts(family: str) -> None:
     """Of other pictures and texts each, greedy as transformers and sampled as without drafts; of each pair also the batch, padded."""
-    of, drawn, before = drafting(family, "eagle3"), random.Random(0), None
+    of, drawn, prompts = drafting(family, "eagle3"), random.Random(0), list[dict[str, Tensor]]()
     for seed in range(50):
         pictures = [Picture(2 * seed + i, wide=drawn.random() < 0.3) for i in range(drawn.choice((0, 1, 1, 2)))]
-        parts = [drawn.randint(2, 9), *(part for picture in pictures for part in (picture, drawn.randint(1, 6)))]
-        prompt = prompt_of(family, parts, seed)
-        assert torch.equal(say(of, prompt, tree=TREE, **HOW), of.backbone.model.generate(**prompt, **HOW)), (seed, parts)
-        plain = say(of, prompt, seed=seed, speculate=False, **SAMPLED)
-        assert torch.equal(say(of, prompt, seed=seed, tree=TREE, **SAMPLED), plain), (seed, parts)
-        if before is not None and seed % 2:
-            batch = batch_of([before, prompt])
-            assert torch.equal(say(of, batch, tree=TREE, **HOW), of.backbone.model.generate(**batch, **HOW)), (seed, parts)
-        before = prompt
+        parts = (part for picture in pictures for part in (picture, drawn.randint(1, 6)))
+        prompts.append(prompt_of(family, [drawn.randint(2, 9), *parts], seed))
+        assert torch.equal(*(say(of, prompts[-1], seed=seed, speculate=drafts, tree=TREE, **SAMPLED) for drafts in (True, False))), seed
+    for given in (*prompts, *map(batch_of, zip(prompts[::2], prompts[1::2], strict=True))):
+        assert torch.equal(say(of, given, tree=TREE, **HOW), of.backbone.model.generate(**given, **HOW)), given["input_ids"]
 
 
 @pytest.mark.matrix
@@ -252,6 +247,24 @@ def test_bench_asks_rows_with_their_own_images(folder: Path, monkeypatch: pytest
         assert said in error_of(capsys, "bench", *ARGUMENTS, *how, *given)
 
 
+def test_rows_of_the_same_tokens_have_their_own_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    tokenizer = load_processor("model").tokenizer
+    prompter = ImagePrompter(tokenizer, with_images=True, reader=image_reader("model", tokenizer))
+    red, grey = (prompter.of_row({"question": "What is this?", "image": name}).ids_T for name in ("red.png", "grey.png"))
+    pixels = [prompter.beside(ids_T, torch.device("cpu"))["pixel_values"] for ids_T in (red, grey)]
+    assert torch.equal(red, grey) and not torch.equal(*pixels)
+    assert not prompter.beside(prompter.of_row({"text": "Some text."}).ids_T, torch.device("cpu"))
+    for row, said in (({"text": "Some text.", "image": "red.png"}, "to ask a question with them"),
+                      ({"question": "An <image>?"}, "has 1 more tokens of images than its images give")):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            prompter.of_row(row)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    refusing = ImagePrompter(tokenizer, with_images=True, reader=prompter.reader)
+    with pytest.raises(UserError, match="refuses the conversation with images: no; change it, or leave it out"):
+        refusing.of_row({"question": "What is this?", "image": "red.png"})
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -275,13 +288,6 @@ def test_the_processors_template_counts(folder: Path) -> None:
     tokenizer.chat_template = "{{ 'of text alone' }}"
     image_reader(str(folder / "model"), tokenizer)
     assert tokenizer.chat_template == processor.chat_template and "<boi>" in tokenizer.chat_template
-
-
-def test_photographs_stand_upright(tmp_path: Path) -> None:
-    (turned := Image.Exif())[0x0112] = 6
-    Image.radial_gradient("L").resize((40, 20)).save(tmp_path / "a.jpg", exif=turned)
-    found = read_image(str(tmp_path / "a.jpg"))[0]
-    assert found == load_image(str(tmp_path / "a.jpg")) and found.size == (20, 40)
 
 
 def test_a_model_without_image_settings(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 from errors import error_of, refusal
+from PIL import Image
 from test_image_rows import answer, make, picture, question, write
+from transformers.image_utils import load_image
 
+from headstart.chat.images import read_image
 from headstart.training.data.data import checked_tokenizer, load_data
 from headstart.training.recipe.recipe import load_recipe
 
@@ -80,3 +83,10 @@ def test_what_takes_no_images_says_so(
     rows = [{"messages": [question(picture(shared.parent / "0.png"), "What?"), answer(0)]}] * 5
     write(tmp_path, rows)
     assert said in error_of(capsys, command, shared, f"data.train={tmp_path / 'rows.jsonl'}", "data.on_bad_row=error", *changes)
+
+
+def test_photographs_stand_upright(tmp_path: Path) -> None:
+    (turned := Image.Exif())[0x0112] = 6
+    Image.radial_gradient("L").resize((40, 20)).save(tmp_path / "a.jpg", exif=turned)
+    found = read_image(str(tmp_path / "a.jpg"))[0]
+    assert found == load_image(str(tmp_path / "a.jpg")) and found.size == (20, 40)

@@ -195,7 +195,7 @@ def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Paramet
         {"params": [*adapter], "lr_ratio": lr_ratio, "weight_decay": 0.0, "adapter": True},
     ]  # fmt: skip
     vocabularies = {drafter.backbone.vocab, drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
-    hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not vocabularies & set(parameter.shape)]
+    hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not {1, *vocabularies} & {*parameter.shape}]
     if muon and hidden:
         others: list[dict[str, Any]] = [{"params": [p for name, p in trained.items() if name not in hidden]}, *apart]
         sizes = {hidden.index(name): sizes for name, sizes in drafter.input_sizes().items() if name in hidden}
