@@ -72,7 +72,7 @@ def push(args: argparse.Namespace) -> int:
 
 
 def add_import_heads(parser: argparse.ArgumentParser) -> None:
-    formats = "EAGLE-1 to 3, P-EAGLE, Medusa, Hydra, speculators, SpecForge, DFlash, DSpark, Domino, IBM accelerators, MTP, draft models"
+    formats = "EAGLE-1 to 4, P-EAGLE, Medusa, Hydra, speculators, SpecForge, DFlash, DSpark, Domino, IBM accelerators, MTP, draft models"
     parser.add_argument("heads", metavar="DIR|HUB_ID", help=f"the heads: {formats}")
     parser.add_argument("--backbone", required=True, metavar="M", help="the backbone of their training: folder, hub id or 'embedded'")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for the Headstart checkpoint")
