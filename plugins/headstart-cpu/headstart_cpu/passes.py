@@ -32,7 +32,7 @@ OFF = "HEADSTART_COMPILE"
 HINT = "decoding without compiled layers; `headstart compile {}` makes them, once, in minutes; small models in bf16 gain most"
 ROPE = "its rotary frequencies depend on the context length"
 logger = logging.getLogger(__name__)
-UNSTATED = ("_name_or_path", "transformers_version")
+UNSTATED = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
 def compiled_pass(function: Function, of: Backbone | nn.Module | None, capture: str, collect: Collect | None) -> CompiledPass | None:

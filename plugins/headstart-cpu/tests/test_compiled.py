@@ -11,6 +11,7 @@ from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, s
 from headstart_cpu import kernels, store, workers
 from headstart_cpu.compile_model import compile_model
 from headstart_cpu.compiled_pass import BEGUN, Loaded
+from headstart_cpu.passes import described
 from headstart_cpu.program import Program, hold, sizes_named
 from headstart_cpu.traced import EXAMPLES, traced
 from needs import needs_a_compiler
@@ -34,6 +35,16 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_bf16(family: str = "shallow") -> Backbone:
     return Backbone(tiny(family).bfloat16())
+
+
+def test_a_model_that_was_saved_is_still_the_compiled_one(tmp_path: Path) -> None:
+    """transformers notes the class in the configuration when it saves a model; what changes the arithmetic is another model."""
+    model = tiny("shallow")
+    before = described(model)
+    model.save_pretrained(tmp_path)
+    assert described(model) == before
+    model.config.rms_norm_eps *= 2
+    assert described(model) != before
 
 
 def first(heads: SpeculativeModel, speculate: bool = True) -> Any:
