@@ -199,12 +199,12 @@ class ImagePrompter(Prompter):
         return self._ids(text, True)
 
     def converse(self, messages: Sequence[Message], tools: Any = None) -> Tensor:
-        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        whole = as_parts(messages)
-        whole[first] = whole[first] | {"content": [{"type": "image"}] * len(self.images) + whole[first]["content"]}
         try:
             if self.with_images:
                 return self._of_row(messages, tools)
+            first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+            whole = as_parts(messages)
+            whole[first] = whole[first] | {"content": [{"type": "image"}] * len(self.images) + whole[first]["content"]}
             return self._ids(self.conversations.template.render(whole, tools, ask=True).text, False)
         except TemplateRefusal as refusal:
             otherwise = "leave it out" if self.with_images else "give --raw"
