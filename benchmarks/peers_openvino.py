@@ -6,19 +6,18 @@ or bf16, in which it computes). It takes one prompt at a time and is greedy. Of 
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import runpy
+from pathlib import Path
 from typing import Any
 
 
-def load(job: dict[str, Any]) -> Any:
-    """Load the engine."""
+def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Load the engine, and say what it is."""
     import openvino_genai as ov
 
     how = {"INFERENCE_NUM_THREADS": job["threads"], "INFERENCE_PRECISION_HINT": job["precision"]}
     heads = {} if job["heads"] is None else {"draft_model": ov.draft_model(job["heads"], "CPU", **how)}
-    return ov.LLMPipeline(job["model"], "CPU", **how, **heads)
+    return ov.LLMPipeline(job["model"], "CPU", **how, **heads), {"version": ov.__version__, "threads": job["threads"]}
 
 
 def write(engine: Any, job: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
@@ -39,24 +38,5 @@ def write(engine: Any, job: dict[str, Any], asked: dict[str, Any]) -> dict[str, 
     return {"texts": [[int(token) for token in result.tokens[0]]], "decoding": decoding, "accepted": accepted}
 
 
-def main(descriptor: int) -> None:
-    """Answer lines until there are no more."""
-    with os.fdopen(descriptor, "w") as answers:
-        engine, job = None, {}
-        for line in sys.stdin:
-            try:
-                if engine is None:
-                    import openvino_genai
-
-                    job = json.loads(line)
-                    engine = load(job)
-                    found = {"version": openvino_genai.__version__, "threads": job["threads"]}
-                else:
-                    found = write(engine, job, json.loads(line))
-            except Exception as error:  # its refusals are of many types
-                found = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(found), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    runpy.run_path(str(Path(__file__).with_name("peers_answers.py")))["answer"](load, write)

@@ -7,10 +7,8 @@ compiles nothing). The engine runs in this process, so that it has these threads
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,14 @@ SHARED = runpy.run_path(str(DRIVER))
 BY_DEPTH = "num_accepted_tokens_per_pos"
 
 
-def load(job: dict[str, Any]) -> Any:
-    """Load the engine."""
+def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Load the engine, and say what it is."""
+    import torch
     import vllm
 
     if job["heads"] is not None and job["heads"]["method"] == "dflash":
         SHARED["norm_context_keys_by_layer"]()
-    return vllm.LLM(
+    engine = vllm.LLM(
         model=job["model"],
         speculative_config=job["heads"],
         dtype=job["dtype"],
@@ -36,6 +35,7 @@ def load(job: dict[str, Any]) -> Any:
         max_num_seqs=job["rows"],
         max_model_len=job["max_model_len"],
     )
+    return engine, {"version": vllm.__version__, "threads": torch.get_num_threads()}
 
 
 def write(engine: Any, job: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
@@ -66,26 +66,6 @@ def decoding(metrics: list[Any]) -> float | None:
     return float(max(one.last_token_ts for one in metrics) - max(one.first_token_ts for one in metrics))
 
 
-def main(descriptor: int) -> None:
-    """Answer lines until there are no more."""
-    with os.fdopen(descriptor, "w") as answers:
-        engine, job = None, {}
-        for line in sys.stdin:
-            try:
-                if engine is None:
-                    import torch
-                    import vllm
-
-                    job = json.loads(line)
-                    engine = load(job)
-                    found = {"version": vllm.__version__, "threads": torch.get_num_threads()}
-                else:
-                    found = write(engine, job, json.loads(line))
-            except Exception as error:  # vLLM's own refusals are of many types
-                found = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(found), file=answers, flush=True)
-
-
 if __name__ == "__main__":
     os.environ.update(SHARED["ENVIRONMENT"])
-    main(int(sys.argv[1]))
+    runpy.run_path(str(Path(__file__).with_name("peers_answers.py")))["answer"](load, write)
