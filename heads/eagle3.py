@@ -194,7 +194,7 @@ class Eagle3(FusedTapsDrafter):
         """Feed back the state after the final norm, as EAGLE-3.1 (false: before it, as the original EAGLE-3)."""
 
     config: Config
-    fixed_arguments = ("norm_output", "norm_before_residual", "sliding_window", "layer")
+    fixed_arguments = ("norm_before_residual", "sliding_window", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         super().__init__(backbone, config)

@@ -95,7 +95,7 @@ class WarmStart:
         if output_names and not torch.equal(trained_DV, _tokens(drafter)):
             kept, size = int((rows_DV >= 0).sum()), len(rows_DV)
             summary += f", {kept:,} of {size:,} draft tokens among them and {size - kept:,} new"
-        return summary + ("" if self.same_backbone else "; trained on a backbone with other weights")
+        return summary + self._arguments(drafter) + ("" if self.same_backbone else "; trained on a backbone with other weights")
 
     def _arguments(self, drafter: Drafter) -> str:
         """Describe the arguments that differ."""

@@ -49,10 +49,11 @@ class Plan(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a source drafted in a step."""
+    """What a source drafted in a step. ``late``: seconds for reading what was written while it did not draft."""
 
     depths: int
     seconds: float
+    late: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Draft:
     @property
     def seconds(self) -> float:
         """Drafting time."""
-        return sum(part.seconds for part in self.parts.values())
+        return sum(part.seconds + part.late for part in self.parts.values())
 
     def missed(self, depths: int) -> list[float]:
         """For each depth, the probability that none of the nodes so far is accepted there, a mean over rows."""
@@ -145,8 +146,10 @@ class Policy:
             plan = self.plan(draft, source)
             if plan.depths:
                 with Stopwatch() as watch:
+                    source.keep_up(rows)
+                    late = watch.lap()
                     source.draft(rows, draft.pools, plan.depths)
-                part = Part(min(plan.depths, max(rows.remaining)), watch.seconds)
+                part = Part(min(plan.depths, max(rows.remaining)), watch.seconds - late, late)
                 draft = replace(draft, parts={**draft.parts, source: part}, trial=plan.trial or draft.trial)
         return draft
 
@@ -254,7 +257,7 @@ class Policy:
                 for source in observing:
                     source.observe(tokens, top_tokens[row][:count], logprobs[row][:count])
         seconds = watch.seconds / len(observing)
-        longer = {source: Part(draft.parts[source].depths, draft.parts[source].seconds + seconds) for source in observing}
+        longer = {source: part._replace(seconds=part.seconds + seconds) for source, part in draft.parts.items() if source in observing}
         return replace(draft, parts={**draft.parts, **longer})
 
     def time(self, draft: Draft, tree: CandidateTree, seconds: float) -> None:

@@ -27,8 +27,8 @@ from headstart.inference.engine.source import Accepted, DraftScoring, Level, Nod
 from headstart.inference.engine.tree import BEAM_WIDTH, CPU_WIDTH, Pool, TreeShape, graph_size
 from headstart.support.pytree import map_tensors
 
-LAST = 2
-"""Minimum number of positions added in the call that drafts: a size of one would be captured apart."""
+LAST, MOST = 2, 8
+"""The fewest and the most positions added in the call that drafts: a size of one would be captured apart, and many would take long."""
 
 
 class DrafterRows(Source):
@@ -202,11 +202,14 @@ class DrafterSource(DrafterRows):
 
     # Drafting.
 
+    def keep_up(self, rows: Rows) -> None:
+        behind = self.state is None or sum(features.tokens_BT.shape[1] for features in self._pending) > MOST
+        if rows.cache is not None and self.in_one_call and behind:
+            self._leave(LAST, rows.cache.longest)
+
     def draft(self, rows: Rows, pools: Sequence[Pool], depths: int) -> None:
         if rows.cache is not None:
             longest, depth = rows.cache.longest, max(self.depth_of(rows.shape), depths)
-            if self.in_one_call and self.state is None:
-                self._leave(LAST, longest)
             if self.in_one_call and self.state is not None:
                 self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(rows)))
             else:

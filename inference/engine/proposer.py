@@ -122,9 +122,12 @@ class ProposerSource(Source):
     def timed_as(self, rows: int, depths: int) -> tuple[Hashable, int]:
         return self.name, 1  # further depths take next to no time
 
+    def keep_up(self, rows: Rows) -> None:
+        for sequence in rows.sequences:
+            self.proposer.catch_up(sequence)
+
     def draft(self, rows: Rows, pools: Sequence[Pool], depths: int) -> None:
         for row, (remaining, sequence, pool) in enumerate(zip(rows.remaining, rows.sequences, pools, strict=True)):
-            self.proposer.catch_up(sequence)
             if remaining <= 0:
                 continue
             proposed, nodes = self.proposer.propose(sequence, min(remaining, depths), MAX_PROPOSED_NODES), list[int]()

@@ -166,6 +166,10 @@ class Source(ABC):
 
     # Drafting.
 
+    def keep_up(self, rows: Rows) -> None:
+        """Read what was written while nothing was drafted, before `draft`, whose time is then that of any draft."""
+        return None
+
     @abstractmethod
     def draft(self, rows: Rows, pools: Sequence[Pool], depths: int) -> None:
         """Add nodes of at most so many depths to the pools."""

@@ -139,6 +139,22 @@ def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_w
     assert source._round.calls == 5 and captures == 2, "for each width"
 
 
+def test_what_was_written_while_nothing_was_drafted_is_read_before_a_draft_is_timed() -> None:
+    """It had been timed with the draft: after a rest, drafts seemed too slow to be made at all."""
+    on = backbone("shallow")
+    drafter = random_drafter("eagle3", on, depth=3)
+    whole, cache = Reader(on, drafter.taps, Capturer("off", on.device)).prompts(torch.arange(1, 31)[None], torch.tensor([30]))
+    rested, fresh, (first, rest) = source_of(drafter), source_of(drafter), whole.split(25)
+    rows = Rows([3], [9], [0], cache, TreeShape(8, 2, 3))
+    rested.join([0], [[*range(6)]], first)
+    Policy([rested]).draft(rows, Costs())
+    rested.append(rest)
+    fresh.join([0], [[*range(31)]], whole)
+    draft, expected = (Policy([of]).draft(rows, Costs()) for of in (rested, fresh))
+    assert rested._extend.calls == 1 and draft.seconds > draft.parts[rested].seconds
+    assert draft.pools[0].tokens == expected.pools[0].tokens
+
+
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
     """Rows are joined, selected and extended between drafts: each drafts as if decoded by itself."""

@@ -1,7 +1,7 @@
 """Compiles what decoding with a model and its heads runs, in the foreground and once for a machine.
 
-A few steps are decoded with trees of every depth, greedy and sampled, in which passes are traced; then the parts that they share are
-compiled. Processes that begin later use them, and this one from its next call on.
+A few steps are decoded with trees of every depth, greedy, sampled and filtered, in which passes are traced; then the parts that they
+share are compiled. Processes that begin later use them, and this one from its next call on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.drafter_source import DrafterSource
@@ -71,16 +71,16 @@ def compile_lacking(heads: SpeculativeModel, batch: int = 1) -> None:
 
 
 def _decode(engine: Engine, batch: int) -> None:
-    """Decode a few steps with every number of depths that adaptive trees may have, greedy and sampled."""
+    """Decode a few steps with every number of depths that adaptive trees may have, greedy, sampled and filtered."""
     backbone, drafters = engine.reader.backbone, engine.policy.of_kind(DrafterSource)
     depths = sorted({count for source in drafters for count in source.counts}) or [1]
     for rows in (1, 2)[: min(batch, 2)]:
         width = max((source.width(rows) for source in drafters), default=1)
         ids_BT = (torch.arange(rows * PROMPT, device=backbone.device) % backbone.vocab).view(rows, PROMPT)
-        for sample in (False, True):
+        for sample, filters in ((False, []), (True, []), (True, [TopKLogitsWarper(50)])):  # drafts with other filters are the same program
             seeds_B = torch.zeros(rows, dtype=torch.int64, device=backbone.device) if sample else None
             for depth in depths:
-                request = Request.plain(ids_BT, PROMPT + (STEPS + 1) * (depth + 1), (), LogitsProcessorList(), sample)
+                request = Request.plain(ids_BT, PROMPT + (STEPS + 1) * (depth + 1), (), LogitsProcessorList(filters), sample)
                 decoder = Decoder(engine.reader, engine.policy, request, TreeShape(depth * width + 1, width, depth), seeds_B, rows)
                 for _, step in zip(range(STEPS), decoder.run(), strict=False):
                     assert step.nodes

@@ -46,13 +46,13 @@ Missing = Callable[[Path, Program], object] | None
 class Where:
     """What a function runs: decoder layers, the modules that have its weights, and what its operations depend on beside.
 
-    ``hint``: said once if a program is not kept.
+    ``hint``: of a call, what is said once if its program is not kept.
     """
 
     layers: Sequence[nn.Module]
     modules: Sequence[nn.Module]
     depends: Any
-    hint: str = ""
+    hint: Callable[[Call], str] = lambda _: ""
 
 
 class CompiledPass:
@@ -155,8 +155,8 @@ class _Variant:
         if program is None or not store.ready(program):
             if program is not None and (failed := store.why_not(program)) is not None:
                 raise NotCompiled(failed)
-            if self.owner.where.hint and self.owner.missing is None:
-                warn_once(self.owner.where.hint)
+            if self.owner.missing is None and (hint := self.owner.where.hint(call)):
+                warn_once(hint)
             return False
         void_running()
         owner = self.owner

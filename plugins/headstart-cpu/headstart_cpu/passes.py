@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.layers.rows import STEP
 from headstart.inference.capture.captured import warn_once
 from headstart.inference.capture.plugin import Call, Collect, Function, all_nearly_equal
+from headstart.inference.engine.tree import CPU_WIDTH
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 OFF = "HEADSTART_COMPILE"
 """With this environment variable at 0, compiled code is not used unless it is asked for by name."""
-HINT = "decoding without compiled layers; `headstart compile {}` makes them, once, in minutes; small models in bf16 gain most"
+HINT = "decoding without compiled layers or drafts; `headstart compile {}` makes them, once (drafts by --heads DIR); small models gain most"
 ROPE = "its rotary frequencies depend on the context length"
-logger = logging.getLogger(__name__)
 UNSTATED = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
@@ -45,12 +44,13 @@ def compiled_pass(function: Function, of: Backbone | nn.Module | None, capture: 
     if isinstance(of, Backbone):
         if not compiles(capture, of):
             return None
-        where = Where(list(of.layers), [of.model], described(of.model), HINT.format(of.name or "MODEL"))
+        where = Where(list(of.layers), [of.model], described(of.model), lambda _: HINT.format(of.name or "MODEL"))
         return CompiledPass(function, _read_shapes, where, _missing(capture, collect))
     assert isinstance(of, Drafter)
     if not compiles(capture, of.backbone):
         return None
-    where = Where([], [of, of.backbone.model], (described(of), str(of.arguments), described(of.backbone.model)))
+    hint = lambda call: HINT.format(of.backbone.name or "MODEL") if call.inputs[-2] == CPU_WIDTH else ""  # noqa: E731
+    where = Where([], [of, of.backbone.model], (described(of), str(of.arguments), described(of.backbone.model)), hint)
     return CompiledPass(function, _draft_shapes, where, _missing(capture, collect), agree=_first_level_agrees)
 
 

@@ -20,13 +20,18 @@ from headstart_cpu import compile_model, kernels, store, workers
 from headstart_cpu.program import NotCompiled, Program, Region
 from headstart_cpu.store import FILE
 from needs import needs_a_compiler
+from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import headstart
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.capture.capture import choose
 from headstart.inference.capture.plugin import all_nearly_equal
+from headstart.inference.decode import Decoder
+from headstart.inference.engine.request import Request
+from headstart.inference.engine.tree import CPU_WIDTH, TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.runtime import Engine
 from headstart.support.errors import UserError
 
 BENCH = "--prompts recipes/quickstart/prompts.jsonl --limit 1 --max-new-tokens 2 --rounds 1".split()
@@ -69,6 +74,19 @@ def test_layers_and_drafts_are_compiled(heads: str, parts: list[int], tmp_path: 
     report = json.loads((tmp_path / "report.json").read_text())
     assert parts == [report["parts"]] and parts[0] > 1 and "without compiled layers" not in caplog.text
     assert (report["backbone"], report["heads"], report["folder"]) == (model, heads, str(kernels.folder()))
+
+
+@needs_a_compiler
+def test_what_is_compiled_beforehand_serves_every_way_of_sampling(heads: str, parts: list[int]) -> None:
+    """Transformers' own default, a top-k of 50, had found no drafts compiled, which then took too long to be made."""
+    of, seeds_B = headstart.load(heads, load_backbone(str(Path(heads).with_name("model")), device="cpu")), torch.zeros(1, dtype=torch.int64)
+    compile_model.compile_model(of, lambda line: None)
+    made = {*kernels.folder().glob("pass-*.json")}
+    for filters in ([], [TopKLogitsWarper(50)], [TopKLogitsWarper(300), TopPLogitsWarper(0.8)], [MinPLogitsWarper(0.1)]):
+        engine = Engine(of, True, lambda *_: None)  # what lacks is traced and kept
+        request = Request.plain(torch.arange(8)[None], 24, (), LogitsProcessorList([TemperatureLogitsWarper(0.7), *filters]), True)
+        decoder = Decoder(engine.reader, engine.policy, request, TreeShape(9, CPU_WIDTH, 2), seeds_B, 1)
+        assert any(step.nodes > 1 for step in decoder.run()) and {*kernels.folder().glob("pass-*.json")} == made, filters
 
 
 @needs_a_compiler
