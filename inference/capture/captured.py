@@ -146,7 +146,7 @@ class Captured:
         except Exception as error:  # may be the function's own error: running it again raises that
             if is_out_of_memory(error):
                 raise
-            self.fallback = f"not capturable by {self.backend.name}: {_first_line(error)}"
+            self.fallback = f"not capturable by {self.backend.name}: {first_line(error)}"
             warn_once(f"{self.name} is {self.fallback}; it runs uncaptured, which is slower")
             self.drop()
             return self.function(held, *inputs)
@@ -192,7 +192,7 @@ def warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The error's type and the most informative line of its message: TorchScript's last ``RuntimeError:`` line, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = next((line for line in reversed(lines) if line.startswith("RuntimeError: ")), lines[0] if lines else "")

@@ -11,8 +11,8 @@ from matrix import mark_slow_cells
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
 LIMITS = {"files": 210, "lines": 37_373, "lines of code": 26_479}
-PLUGIN_LIMITS = {"files": 16, "lines": 2_669, "lines of code": 1_954}
-TEST_LIMITS = {"lines": 35_603, "setattr": 59, "setattr of a private name": 0}
+PLUGIN_LIMITS = {"files": 16, "lines": 2_662, "lines of code": 1_950}
+TEST_LIMITS = {"lines": 35_614, "setattr": 59, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small
 files were joined to the stories that used them, and 38,377 lines of tests.
 Of 1,500 lines for every model, chains (`Backbone.no_trees`) took 258, the sweep over every class of transformers 17 and 431 of tests;
@@ -22,7 +22,7 @@ and OpenVINO 52;
 of 700 for images, decoding 350, training 261 and rows of bench 22.
 Models that are changed after heads were loaded, and more silent differences,
 took 93, with 146 of tests; prompts alone, photographs and this summer's classes from a cache 34 (37,464 before, and 35,777 of tests).
-Of tests 40 are of what heads lost silently: filtered drafts that were never compiled, and rests that were taken for slow drafts."""
+Of tests 51 are of what heads lost silently: filtered drafts that were never compiled, and rests that were taken for slow drafts."""
 IMPORTED = 76
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 DEFAULT = {"frames": 10, "folders": 10}

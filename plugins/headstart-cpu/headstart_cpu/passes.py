@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 
 if TYPE_CHECKING:
-    from headstart_cpu.compiled_pass import CompiledPass, Missing
+    from headstart_cpu.compiled_pass import CompiledPass
     from headstart_cpu.program import Shape
 
 OFF = "HEADSTART_COMPILE"
@@ -39,26 +40,26 @@ def compiled_pass(function: Function, of: Backbone | nn.Module | None, capture: 
 
     ``of``: the backbone whose trees it verifies, or the drafter that drafts. Raises UserError as `compiles` does.
     """
-    from headstart_cpu.compiled_pass import CompiledPass, Where  # here, since few calls need it
+    from headstart_cpu import store  # here, since few calls need them
+    from headstart_cpu.compiled_pass import CompiledPass, Where
 
-    if isinstance(of, Backbone):
-        if not compiles(capture, of):
-            return None
-        where = Where(list(of.layers), [of.model], described(of.model), lambda _: HINT.format(of.name or "MODEL"))
-        return CompiledPass(function, _read_shapes, where, _missing(capture, collect))
-    assert isinstance(of, Drafter)
-    if not compiles(capture, of.backbone):
+    assert isinstance(of, (Backbone, Drafter))
+    on = of if isinstance(of, Backbone) else of.backbone
+    if not compiles(capture, on):
         return None
-    hint = lambda call: HINT.format(of.backbone.name or "MODEL") if call.inputs[-2] == CPU_WIDTH else ""  # noqa: E731
-    where = Where([], [of, of.backbone.model], (described(of), str(of.arguments), described(of.backbone.model)), hint)
-    return CompiledPass(function, _draft_shapes, where, _missing(capture, collect), agree=_first_level_agrees)
+    hint = partial(_hint, on.name or "MODEL", on is of)
+    missing = collect or ((lambda _, program: store.compile_missing(program)) if capture == "compile" else None)
+    if isinstance(of, Backbone):
+        return CompiledPass(function, _read_shapes, Where(list(on.layers), [on.model], described(on.model), hint), missing)
+    where = Where([], [of, on.model], (described(of), str(of.arguments), described(on.model)), hint)
+    return CompiledPass(function, _draft_shapes, where, missing, agree=_first_level_agrees)
 
 
-def _missing(capture: str, collect: Collect | None) -> Missing:
-    """What is done about code that is not compiled: collected for `compile_model`, compiled at once for ``compile``, else nothing."""
-    from headstart_cpu import store
-
-    return collect or ((lambda _, program: store.compile_missing(program)) if capture == "compile" else None)
+def _hint(model: str, reads: bool, call: Call) -> str:
+    """How what the call needs is compiled; empty for drafts of trees of a fixed size, which only ``compile`` compiles."""
+    rows = len(call.leaves[call.held_leaves] if reads else call.inputs[-3].tokens_BW)
+    adaptive = reads or call.inputs[-2] == (CPU_WIDTH if rows == 1 else 1)
+    return HINT.format(model + (" --batch-size N" if rows > 1 else "")) if adaptive else ""
 
 
 def compiles(name: str, backbone: Backbone) -> bool:

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 
 import headstart
+from headstart.inference.capture.captured import first_line
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard, write_json, write_text
 from headstart.support.json_text import read_json
@@ -78,9 +79,7 @@ def note_failure(of: Region | Path, error: Exception) -> str:
 
 def in_a_line(error: Exception) -> str:
     """The first line of what an error says, with its kind."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0][:200] if lines else ""
-    return text if isinstance(error, NotCompiled) else f"{type(error).__name__}: {text}"
+    return str(error) if isinstance(error, NotCompiled) else first_line(error)
 
 
 def _note(of: Region | Path) -> Path:

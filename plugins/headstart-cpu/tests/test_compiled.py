@@ -210,6 +210,17 @@ def test_where_it_computes_otherwise_decoding_goes_on_with_one_line(
     assert line in str(heads.engine(False).capturer.report().fallback)
 
 
+@needs_a_compiler
+def test_what_is_not_compiled_is_said_once_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    warn_once.cache_clear()
+    heads = SpeculativeModel(on := in_bf16(), random_drafter("eagle3", on))
+    for lengths in ([9], [4], [9, 5]):
+        say(heads, left_padded(prompts(lengths)), max_new_tokens=4)
+    said = [message.split("`")[1] for message in caplog.messages]
+    assert said == ["headstart compile MODEL", "headstart compile MODEL --batch-size N"]
+
+
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     warn_once.cache_clear()
