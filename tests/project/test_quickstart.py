@@ -131,7 +131,7 @@ def test_no_prompt_is_both_trained_on_and_measured() -> None:
 
 def test_what_they_say_of_themselves() -> None:
     folder, card = read_metadata("smollm2")
-    assert card["backbone"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and card["contract"]["precision"] == "float32 gguf Q4_1"
+    assert card["backbone"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and card["contract"]["precision"] == "bfloat16 gguf Q4_1"
     said = (folder / "README.md").read_text()
     assert "license: apache-2.0" in said and "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in said and "gguf Q4_1" in said
     assert card["provenance"]["acceptance"]["levels"], "adaptive trees begin with what training measured"

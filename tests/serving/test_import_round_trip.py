@@ -86,8 +86,8 @@ def test_imported_heads_are_heads(home: Path, on: Backbone, tmp_path: Path, caps
     options, further = split_drafter(recipe.drafter)
     assert options.init == str(out) and "drafter.fc_norm=true" in overrides
     start.require_fits(build_drafter("eagle3", on, further))
-    with pytest.raises(UserError, match=r"computes with drafter\.sliding_window null, this drafter 4: set drafter\.sliding_window=null"):
-        start.require_fits(build_drafter("eagle3", on, {"draft_vocab_size": 23, "layers": 2, "fc_norm": True, "sliding_window": 4}))
+    with pytest.raises(UserError, match=r"computes with drafter\.sliding_window null, this drafter 8: set drafter\.sliding_window=null"):
+        start.require_fits(build_drafter("eagle3", on, {"draft_vocab_size": 23, "layers": 2, "fc_norm": True, "sliding_window": 8}))
     start.require_fits(un_normed := build_drafter("eagle3", on, {"layers": 2, "fc_norm": True, "norm_output": False}))
     assert "drafter.norm_output is True there and False here" in start.apply(un_normed)
 
