@@ -55,8 +55,7 @@ class WarmStart:
             if given != here:
                 found = f"drafter.init={self.path} computes with drafter.{key} {given}, this drafter {here}"
                 raise UserError(f"{found}: set drafter.{key}={given}")
-        theirs, ours = _state(self.drafter), _state(drafter)
-        by_token = _output_names(drafter)
+        theirs, ours, by_token = _state(self.drafter), _state(drafter), _output_names(drafter)
         for name in [*theirs, *(name for name in ours if name not in theirs and not _added(drafter, name))]:
             shapes = [state[name].shape if name in state else None for state in (theirs, ours)]
             if name in by_token:
@@ -95,7 +94,8 @@ class WarmStart:
         if output_names and not torch.equal(trained_DV, _tokens(drafter)):
             kept, size = int((rows_DV >= 0).sum()), len(rows_DV)
             summary += f", {kept:,} of {size:,} draft tokens among them and {size - kept:,} new"
-        return summary + self._arguments(drafter) + ("" if self.same_backbone else "; trained on a backbone with other weights")
+        summary += "" if new else self._arguments(drafter)
+        return summary + ("" if self.same_backbone else "; trained on a backbone with other weights")
 
     def _arguments(self, drafter: Drafter) -> str:
         """Describe the arguments that differ."""
