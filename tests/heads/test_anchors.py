@@ -5,18 +5,15 @@ Shape suffixes: M anchors, K depth.
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import families
 import pytest
 import torch
 from guess import MIXED_TERMS, TinyDrafter, V, batch, run, small_backbone
-from small_run import make_recipe, read_log
 from test_objective import Feature
 from torch import Tensor
 
-from headstart.cli.train import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
@@ -162,13 +159,3 @@ def test_the_deeper_share_keeps_depth_0_and_the_expected_loss(backbone: Backbone
     gradients = [torch.autograd.grad(sums.loss, list(drafter.parameters())) for sums in (whole, again)]
     for a, b in zip((*again[:4], *gradients[1]), (*whole[:4], *gradients[0]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.usefixtures("on_the_cpu")
-def test_a_run_with_a_deeper_share_does_not_depend_on_the_split(tmp_path: Path) -> None:
-    drafter = {"kind": "eagle3", "depth": 3, "deeper_share": 0.4}
-    recipe = str(make_recipe(tmp_path, drafter=drafter, train={"steps": 8, "batch_size": 4}, data={"eval_rows": 0}))
-    assert main([recipe, f"save.dir={tmp_path}/whole"]) == 0
-    assert main([recipe, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
-    whole, pieces = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces"))
-    assert [line["loss"] for line in pieces] == pytest.approx([line["loss"] for line in whole], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Every kind of head in one run: resumed, sharded, from a feature cache, packed and on-policy."""
+"""Every kind of head in one run: resumed, sharded, from a feature cache and on-policy."""
 
 import json
 import shutil
@@ -78,15 +78,6 @@ def test_from_a_feature_cache(together: Path, tmp_path: Path) -> None:
     assert headstart(["cache", *cached]) == 0
     assert main([*cached, f"save.dir={tmp_path}/out"]) == 0
     require_close(tmp_path / "out", together / "out")
-
-
-@pytest.mark.slow
-def test_from_packed_rows(together: Path, tmp_path: Path) -> None:
-    """In rows that hold several documents, in one micro-batch or in several, every head learns the same."""
-    packed = [str(together / "recipe.yaml"), "data.packing=true", "data.max_length=96"]
-    assert main([*packed, f"save.dir={tmp_path}/pieces", "train.micro_batch=1"]) == 0
-    assert main([*packed, f"save.dir={tmp_path}/whole", "train.micro_batch=null"]) == 0
-    require_close(tmp_path / "pieces", tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -19,8 +19,6 @@ from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.training.features.cached import SUPPLEMENT
 from headstart.training.features.manifest import read_manifest
-from headstart.training.recipe.recipe import load_recipe
-from headstart.training.setup import prepare
 
 LAYERS, NAME = (1, 3, 5, 6), "backbone-layers-1-3-5-6"
 EAGLE = {"kind": "eagle3", "depth": 2, "taps": [1, 3, 5]}
@@ -198,13 +196,6 @@ def test_settings_that_cannot_be(
 @pytest.mark.parametrize("change", ["backbone.lora={rank: 2}", "objective.on_policy=0.5", "backbone.adapter=some/where"])
 def test_what_needs_the_backbone_here_is_refused(change: str, run: Any, served: StatesServer, capsys: Any) -> None:
     assert change.split("=")[0] in error_of(capsys, "train", *command(run[0], served), change)
-
-
-def test_no_layers_are_in_memory(run: Any, served: StatesServer, tmp_path: Path) -> None:
-    prepared = prepare(load_recipe(run[0] / "recipe.yaml", [*command(run[0], served)[1:], f"save.dir={tmp_path}/out"]))
-    prepared.source.close()
-    prepared.log.close()
-    assert not prepared.backbone.whole and all(weight.is_meta for weight in prepared.backbone.layers.parameters())
 
 
 def test_the_line_of_a_server(run: Any, capsys: Any) -> None:
