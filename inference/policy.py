@@ -161,12 +161,13 @@ class Policy:
             return Plan(source.fixed_depths(rows.shape, remaining))
         if costs.plain_due(count) or count > source.most_rows or not remaining:
             return Plan(0)
+        counts = [depths for depths in source.counts if depths <= remaining] or [remaining]  # others would be captured for one draft
         if costs.tree_due(count):
-            return Plan(min(source.depth, remaining))
+            return Plan(max(depths for depths in counts if depths <= max(source.depth, counts[0])))
         depths, until = self._chosen.get((source, count), (0, 0))
         if draft.empty and self.steps < until:
-            return Plan(min(depths, remaining))
-        choices = self._choices(draft, source, [depths for depths in source.counts if depths <= remaining] or [remaining])
+            return Plan(max((fitting for fitting in counts if fitting <= depths), default=0))
+        choices = self._choices(draft, source, counts)
         best = min(choices, key=lambda choice: choice.cost)
         deeper = [choice for choice in choices if best.depths < choice.depths <= source.depth and choice.depths in source.counts]
         trial = min(deeper, key=lambda choice: choice.cost, default=best)
@@ -237,8 +238,7 @@ class Policy:
         for row, sequence in enumerate(draft.rows.sequences if draft.parts else ()):
             accepted = {tree.pooled[row][node]: picks[row][node] for node in paths[row]}
             for source, part in draft.parts.items():
-                depths = min(part.depths, draft.rows.remaining[row])
-                source.acceptance.learn(draft.pools[row], source, sequence, depths, accepted)
+                source.acceptance.learn(draft.pools[row], source, sequence, min(part.depths, draft.rows.remaining[row]), accepted)
         for source in self.sources:
             source.acceptance.pass_by()
         return self._observed(draft, tree, logits_BNV)

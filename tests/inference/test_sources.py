@@ -110,6 +110,20 @@ def test_adaptive_trees_are_deeper_than_trained_where_drafts_are_accepted(accept
     assert depths_of(source, costs, Pool(3), 1) == 1
 
 
+def test_near_the_end_of_a_text_as_many_depths_are_drafted_as_anywhere() -> None:
+    """Three of four would be one more draft to capture, which is not among the compiled ones."""
+    source = source_of(random_drafter("eagle3", backbone("shallow"), depth=4))
+    policy, costs = Policy([source]), measured()
+    costs.add(source.timed_as(1, 4)[0], 1, 4, 1e-3)
+    source.acceptance.levels, policy.steps, policy.budgets[source] = [[0.9]] * 4, 100, 0.0
+
+    def depths(remaining: int, costs: Costs = costs) -> int:
+        return policy.plan(Draft(Rows([3], [remaining], [0]), costs, [Pool(3)]), source).depths
+
+    assert [depths(20), depths(3), depths(1)] == [8, 2, 1], "the first choice stands"
+    assert [depths(20, Costs()), depths(3, Costs())] == [4, 2], "the first trees"
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_extending_the_state_and_drafting_all_depths_are_one_call(kind: str) -> None:
     """From the first step on, in which the last tokens of the prompts extend the state; rows that end in between change nothing."""

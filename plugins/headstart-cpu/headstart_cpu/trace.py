@@ -75,17 +75,13 @@ def pack(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> PackedWe
     return found
 
 
-def multiply(x: Tensor, weight: PackedWeight) -> Tensor:
-    """``x W^T + b``: ``[..., K]`` -> ``[..., N]``, as captured passes compute it."""
-    return onednn.product(x, weight.packed, weight.bias_N)
-
-
 def fits_in_memory(module: nn.Module | None) -> bool:
     """True if the packed weights of the module's linear layers take at most `MEMORY_SHARE` of the machine's memory."""
     layers = [] if module is None else [part for part in module.modules() if isinstance(part, nn.Linear)]
     return sum(layer.weight.nbytes for layer in layers) <= MEMORY_SHARE * psutil.virtual_memory().total
 
 
+_C = cast(Any, torch._C)
 PASSES = ("_jit_pass_dce", "_jit_pass_cse")
 TYPES = ("ListType", "NumberType", "OptionalType", "TensorType")
 KEYS = ("DispatchKey", "DispatchKeySet", "_ExcludeDispatchKeyGuard")
@@ -153,10 +149,9 @@ class _Traced(Capture):
 
 def trace(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Any:
     """The graph of the function's operations as called with these inputs."""
-    passes = cast(Any, torch._C)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)  # of branches on sizes: see `Capture.compare`
-        graph, _ = passes._create_graph_by_tracing(function, tuple(inputs), lambda value: "", True, False, None, [])
+        graph, _ = _C._create_graph_by_tracing(function, tuple(inputs), lambda value: "", True, False, None, [])
     return graph
 
 
@@ -165,14 +160,12 @@ def _untracked() -> Any:
 
     So has `torch.inference_mode`, but its tensors cannot be changed in place outside, as logits processors do.
     """
-    passes = cast(Any, torch._C)
-    return passes._ExcludeDispatchKeyGuard(_tracking())
+    return _C._ExcludeDispatchKeyGuard(_tracking())
 
 
 @cache
 def _tracking() -> Any:
-    passes = cast(Any, torch._C)
-    key, keys = passes.DispatchKey, passes.DispatchKeySet
+    key, keys = _C.DispatchKey, _C.DispatchKeySet
     return keys(key.ADInplaceOrView) | keys(key.AutogradFunctionality) | keys(key.AutogradOther)
 
 
@@ -180,17 +173,12 @@ class ProductFunction:
     """A traced function with oneDNN's products; ``packed``: with packed weights."""
 
     def __init__(self, traced: Any, packed: bool) -> None:
-        graph, passes = traced.copy(), cast(Any, torch._C)
+        graph = traced.copy()
         self.weights = use_products(graph, packed)
-        passes._jit_pass_dce(graph)
-        passes._jit_pass_cse(graph)
-        self.traced = passes._create_function_from_graph("pass", graph)
+        _C._jit_pass_dce(graph)
+        _C._jit_pass_cse(graph)
+        self.traced = _C._create_function_from_graph("pass", graph)
         self._packed = [weight.packed for weight in self.weights]
-
-    @property
-    def graph(self) -> Any:
-        """The graph, whose last input are the packed weights."""
-        return self.traced.graph
 
     def __call__(self, *inputs: Tensor) -> Any:
         return self.traced(*inputs, self._packed)
@@ -233,12 +221,12 @@ def use_products(graph: Any, packed: bool) -> list[PackedWeight]:
         if (found := layer.packable()) is not None:
             groups.setdefault((layer.x.debugName(), found[0].dtype), []).append(layer)
     argument = graph.addInput("packed")
-    argument.setType(torch._C.ListType(torch._C.TensorType.get()))
+    argument.setType(_C.ListType(_C.TensorType.get()))
     unpacking = graph.create("prim::ListUnpack", [argument], len(groups))
     graph.prependNode(unpacking)
     weights = []
     for group, value in zip(groups.values(), list(unpacking.outputs()), strict=True):
-        value.setType(torch._C.TensorType.get())
+        value.setType(_C.TensorType.get())
         parts = [one for layer in group if (one := layer.packable()) is not None]
         weights.append(pack(*zip(*parts, strict=True)))
         _replace(graph, group, value, _insert_constant(graph, group[0].node, weights[-1].bias_N), weights[-1].sizes)
@@ -261,7 +249,7 @@ def _replace(graph: Any, group: Sequence[Layer], weight: Any, bias: Any, sizes: 
     """Put one product in place of the layers, whose outputs have these sizes."""
     first = group[0].node
     none, empty = (_insert_constant(graph, first, value) for value in ("none", ""))
-    scalars = _insert(graph, first, "prim::ListConstruct", of=torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
+    scalars = _insert(graph, first, "prim::ListConstruct", of=_C.ListType(_C.OptionalType(_C.NumberType.get())))
     out = _insert(graph, first, "mkldnn::_linear_pointwise", group[0].x, weight, bias, none, scalars, empty)
     at = 0
     for layer, size in zip(group, sizes or (0,), strict=True):
@@ -278,7 +266,7 @@ def _insert(graph: Any, before: Any, kind: str, *inputs: Any, of: Any = None) ->
     """Insert an operation before a node of the graph; returns its output, a tensor unless another type is given."""
     node = graph.create(kind, list(inputs), 1)
     node.insertBefore(before)
-    node.output().setType(of or torch._C.TensorType.get())
+    node.output().setType(of or _C.TensorType.get())
     return node.output()
 
 

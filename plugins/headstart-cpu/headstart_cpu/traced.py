@@ -59,11 +59,15 @@ def traced(
 
 def _between(graph: fx.GraphModule, calls: Sequence[Call]) -> tuple[str, set[str]]:
     """The text of the whole graph with layers as calls, and the attributes that it reads itself."""
-    rest, of = fx.Graph(), dict[fx.Node, Any]()
+    rest, of = fx.Graph(), dict[Any, Any]()
     inside = {node for call in calls for node in call.nodes}
     last = {call.nodes[-1]: number for number, call in enumerate(calls)}
 
-    def copied(node: fx.Node) -> Any:
+    def copied(node: Node) -> Any:
+        if node not in of and _is_layers_part(node):  # they are taken apart by one operation: each takes some microseconds
+            whole, dim, place = node.args
+            parts = of[whole, dim] = of.get((whole, dim)) or rest.call_function(aten.unbind.int, (copied(whole), dim))
+            of[node] = rest.call_function(operator.getitem, (parts, place))
         if node not in of:
             of[node] = rest.node_copy(node, copied)
         return of[node]
@@ -82,6 +86,12 @@ def _between(graph: fx.GraphModule, calls: Sequence[Call]) -> tuple[str, set[str
     if unknown := sorted({*code.globals} - {*SPACE, "fx_pytree", "pytree"}):
         raise NotCompiled(f"its text uses {unknown[0]}")
     return code.src, {str(node.target) for node in rest.nodes if node.op == "get_attr"}
+
+
+def _is_layers_part(node: Node) -> bool:
+    """True for one layer's keys or values of the stores that hold all layers'."""
+    chosen = node.target is aten.select.int and node.args[0].op == "placeholder"
+    return bool(chosen) and type(node.args[0].meta["val"].shape[node.args[1]]) is int
 
 
 def _writes(node: fx.Node) -> bool:

@@ -68,6 +68,7 @@ def test_equal_layers_are_one_region(family: str, kinds: int, monkeypatch: pytes
     assert len(program.regions) == kinds and len(program.calls) == backbone(family).num_layers
     assert program.regions[0].text.count("headstart_cpu.product") == 4 and "aten.mm" not in program.text
     assert program.text.count("headstart_cpu.product") == 1, "the readout"
+    assert program.text.count("unbind.int(") == 2 and "select" not in program.text, "keys and values of all layers"
     assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
 
 
