@@ -11,14 +11,12 @@ import pytest
 import torch
 from errors import error_of
 from families import prompts, random_drafter, texts, tiny
-from small_run import make_recipe, train_once
+from small_run import make_recipe, prepared, train_once
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import headstart
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.training.recipe.recipe import load_recipe
-from headstart.training.setup import prepare
 
 PROMPT = "the cat sees the red"
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -65,8 +63,7 @@ def test_heads_are_trained_on_it_and_saved_with_it(folder: Path) -> None:
     given.attach(str(folder / "given"))
     contract = json.loads((out / "headstart.json").read_text())["contract"]
     assert contract["adapter"] == given.adapter_digest and not given.trainable
-    run = prepare(load_recipe(folder / "recipe.yaml", [f"backbone.adapter={folder}/given"]))  # at its last step
-    run.log.close()
+    run = prepared(folder / "recipe.yaml", f"backbone.adapter={folder}/given")  # at its last step
     model = AutoModelForCausalLM.from_pretrained(folder / "backbone")
     wrapped = peft.PeftModel.from_pretrained(model, str(folder / "given")).eval()
     tokens = texts(2, 12)

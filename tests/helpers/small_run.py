@@ -30,8 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.heads import card
+from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.run import checkpoint as run_checkpoint
+from headstart.training.setup import Run, prepare
 
 ROOT = Path(__file__).parents[2]
 WORDS = "the a cat dog sun moon sees likes finds and so it is red blue old new".split()
@@ -100,6 +102,13 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_log(folder) if "loss" in line]
+
+
+def prepared(recipe: Path, *changes: str) -> Run:
+    """The run of a recipe as training would begin it or go on with it; nothing is logged."""
+    run = prepare(load_recipe(recipe, changes))
+    run.log.close()
+    return run
 
 
 def train_once(recipe: Path, *changes: str) -> Path:

@@ -12,10 +12,9 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from errors import error_of, refusal
 from families import random_drafter, state, texts, tiny
 from safetensors.torch import load_file, save_file
-from small_run import Forked, make_recipe, read_log
+from small_run import Forked, make_recipe, prepared, read_log
 from transformers import AutoModelForCausalLM
 
 import headstart
@@ -23,8 +22,6 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.training.objective.loss_rows import lm_loss
-from headstart.training.recipe.recipe import load_recipe
-from headstart.training.setup import prepare
 
 LORA = {
     "rank": 2, "alpha": 4.0, "dropout": 0.1, "lr_ratio": 1.0, "use_dora": True, "kl_weight": 0.5, "warmup_ratio": 0.4, "ramp_ratio": 0.3,
@@ -67,12 +64,11 @@ def test_the_adapter_moves_and_the_base_does_not(trained: Path) -> None:
     assert {f"average/{name}" for name in moved} <= state.keys()
     assert {f"optimizer/exp_avg/{name}" for name in moved} <= state.keys()
     assert not [name for name in state if "base_layer" in name or "embed_tokens" in name and name.startswith("adapter")]
-    run = prepare(load_recipe(trained / "recipe.yaml"))  # already at its last step
+    run = prepared(trained / "recipe.yaml")  # already at its last step
     base = load_file(trained / "backbone" / "model.safetensors")
     now = {name.replace(".base_layer.", "."): weight for name, weight in run.backbone.model.state_dict().items() if "lora_" not in name}
     assert all(torch.equal(now[name], weight) for name, weight in base.items())
     assert all(torch.equal(weight.detach(), state[f"adapter/{name}"]) for name, weight in run.backbone.trainable.items())
-    run.log.close()
 
 
 def test_saved_as_a_standard_adapter_and_decoded_with(trained: Path) -> None:
@@ -178,17 +174,10 @@ def test_lm_loss_is_the_models_own(chunk: int) -> None:
     assert all(not grad.any() for grad in torch.autograd.grad(lm_loss(on, nothing, chunk).cross_entropy, weights))
 
 
-def test_refused_recipes(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    recipe = str(trained / "recipe.yaml")
-    assert "cache.dir" in refusal(load_recipe, recipe, ["cache.dir=/nowhere"])
-    assert "shard" in refusal(load_recipe, recipe, ["backbone.shard=true"])
-    assert "on_policy" in refusal(load_recipe, recipe, ["objective.on_policy=0.5"])
-    assert "train one drafter" in refusal(load_recipe, recipe, ["drafter={}", "heads=[{kind: medusa}, {kind: eagle3}]"])
-    message = error_of(capsys, "train", recipe, f"save.dir={tmp_path}", "backbone.lora.target_modules=nothing")
-    assert message.startswith("error: no adapter fits LlamaForCausalLM") and "nothing" in message
+def test_training_it_sharded_is_refused(trained: Path, tmp_path: Path) -> None:
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     with pytest.raises(AssertionError, match="failed with"):
-        Forked(2, [recipe, f"save.dir={tmp_path}"], tmp_path / "fsdp.txt", **fsdp).wait(grace=0)
+        Forked(2, [str(trained / "recipe.yaml"), f"save.dir={tmp_path}"], tmp_path / "fsdp.txt", **fsdp).wait(grace=0)
     assert "error: backbone.lora is trained data-parallel" in (tmp_path / "fsdp.txt").read_text()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import Architecture, chained, refused, served
 from safetensors.torch import load_file, save_file
-from small_run import losses, make_recipe, read_log
+from small_run import losses, make_recipe, prepared, read_log
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -78,8 +78,7 @@ def test_a_run_that_goes_on_reads_three_tensors_and_needs_no_others(cached: tupl
     assert train([str(recipe), *options, "train.steps=3"]) == 0
     file = tmp_path / "copy" / "backbone" / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if name in HEAD}, file, {"format": "pt"})
-    run = prepare(load_recipe(recipe, [*options, "train.steps=3"]))
-    run.log.close()
+    run = prepared(recipe, *options, "train.steps=3")
     assert isinstance(run.backbone, HeadOnlyBackbone) and run.backbone.files is not None and run.done == 3
     assert sorted(run.backbone.files.read_names) == HEAD
     assert sum(weight.numel() for weight in run.backbone.weights) == (2 * 256 + 1) * 16

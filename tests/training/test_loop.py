@@ -12,8 +12,6 @@ from small_run import Forked, make_recipe, read_log, run
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.training.data.batches import BatchSampler
-from headstart.training.data.data import Sample
 from headstart.training.loop import micro_batch_seed, train
 from headstart.training.recipe.recipe import Train, load_recipe
 from headstart.training.run.checkpoint import find_state, read_state
@@ -154,20 +152,6 @@ def test_late_steps_have_seeds(tmp_path: Path) -> None:
     assert len({*seeds}) == 8 and all(0 <= seed < 2**32 for seed in seeds)
 
 
-def test_what_a_step_reads_is_a_function_of_the_step() -> None:
-    """Every epoch has every sample once; any number of processes splits the same step completely."""
-    samples = [Sample(torch.arange(4 + i % 3), torch.ones(4 + i % 3, dtype=torch.bool)) for i in range(10)]
-    feed = BatchSampler(samples, Train(batch_size=4, epochs=2.0), seed=1)
-    assert feed.steps == 5
-    drawn = [index for step in range(1, 6) for row in feed.global_rows(step) for index in row]
-    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and drawn[:10] != drawn[10:]
-    for processes in (1, 2, 3):
-        parts = [BatchSampler(samples, feed.train, 1, process, processes) for process in range(processes)]
-        batches = [batch for part in parts for batch in part.local_batches(2, torch.device("cpu"))]
-        lengths = [int(n) for batch in batches for n in (batch.document_BT >= 0).sum(1)]
-        assert sorted(lengths) == sorted(len(samples[i].tokens) for (i,) in feed.global_rows(2))
-
-
 @pytest.mark.parametrize(("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.101), ("cosine", 0.55, 0.1)])
 def test_learning_rate(schedule: str, middle: float, last: float) -> None:
     wanted = Train(lr=2.0, warmup_ratio=0.1, schedule=schedule, min_lr_ratio=0.1)  # type: ignore[arg-type]
@@ -214,10 +198,3 @@ def test_what_is_saved_is_the_average_and_training_goes_on_from_the_weights(tmp_
         assert torch.equal(state[f"average/{name}"], tensor) and not torch.equal(tensor, without[name])
     losses = [[line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("average", "weights")]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
-
-
-def test_features_are_refused_before_training_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = make_recipe(tmp_path, objective={"terms": {"features": 1.0, "ce": 0.1}})
-    error = error_of(capsys, "train", recipe)
-    assert "objective.terms.features" in error and "Medusa has a readout of its own" in error
-    assert not list((tmp_path / "out").glob("*.safetensors"))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from families import FAMILIES, random_drafter, texts, tiny
 from safetensors.torch import load_file
-from small_run import make_recipe, read_log
+from small_run import make_recipe, prepared, read_log
 from transformers import AutoModelForCausalLM
 
 from headstart.cli.train import main
@@ -26,7 +26,6 @@ from headstart.training.recipe.sections import Lora
 from headstart.training.recipe.training import Objective
 from headstart.training.run.optimizer import adapter_rise
 from headstart.training.run.trainer import JointStep, recompute
-from headstart.training.setup import prepare
 
 ALL = {"target_modules": "all-linear"}
 
@@ -68,14 +67,13 @@ def test_the_first_stage_trains_the_heads_as_alone(tmp_path: Path) -> None:
     first, second = (line for line in read_log(tmp_path / "out") if "tau" in line)
     assert first["backbone_loss"] == first["backbone_loss_before"] == second["backbone_loss_before"] != second["backbone_loss"]
     assert not [line for line in read_log(tmp_path / "alone") if "backbone_loss" in line]
-    assert_loss_of(tmp_path, str(recipe), second["backbone_loss_before"], second["backbone_loss"])
+    assert_loss_of(tmp_path, recipe, second["backbone_loss_before"], second["backbone_loss"])
 
 
-def assert_loss_of(folder: Path, recipe: str, before: float, after: float) -> None:
+def assert_loss_of(folder: Path, recipe: Path, before: float, after: float) -> None:
     """What evaluations report is transformers' own loss on the held-out rows, without and with the saved adapter."""
-    run = prepare(load_recipe(recipe))
+    run = prepared(recipe)
     rows = load_data(run.recipe.data, run.tokenizer, 128, progress=False).eval
-    run.log.close()
     bare = AutoModelForCausalLM.from_pretrained(folder / "backbone")
     with_adapter = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "backbone"), str(folder / "out/adapter"))
     for model, reported in ((bare, before), (with_adapter.merge_and_unload(), after)):  # the adapter merged, as one would serve it

@@ -172,34 +172,6 @@ def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
         assert (tmp_path / "together" / name / file).read_bytes() == (tmp_path / name / file).read_bytes()
 
 
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["objective.on_policy=.nan"], "objective.on_policy is a number of at least 0; got nan"),
-        (["objective.on_policy=1", "cache.dir=x"], "objective.on_policy needs the backbone, which does not run with cache.dir='x'"),
-        (["drafter={}", "heads=[{kind: eagle3, objective: {on_policy: 1}}]", "cache.dir=x"], "heads.eagle3: objective.on_policy needs the"),
-    ],
-)
-def test_recipes_that_cannot_be(tmp_path: Path, overrides: list[str], message: str) -> None:
-    assert message in refusal(load_recipe, make_recipe(tmp_path), overrides)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "message"),
-    [
-        ({"kind": "medusa"}, "objective.on_policy=0.5: what medusa drafts does not depend on its own proposals, so it learns nothing"),
-        ({"kind": "eagle3", "depth": 1}, "=0.5 needs a drafter that goes on from its proposals; eagle3 has drafter.depth=1: raise it"),
-    ],
-)
-def test_drafters_that_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafter: dict[str, Any], message: str) -> None:
-    path = make_recipe(tmp_path, objective=WANTED)
-    output = error_of(capsys, "train", path, f"drafter={drafter}".replace("'", ""))
-    assert message in output and "Traceback" not in output and not (tmp_path / "out").exists()
-
-
 def test_backbones_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER))
     on = Backbone(backbone("llama").model)

@@ -117,15 +117,6 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
     assert planned.step(MicroBatch(2, 32)).phases[TARGET_FORWARD]["gathered layer"] == 2 * 4 * layer
 
 
-@pytest.mark.parametrize("change, message", [
-    ("backbone.dtype=int8", "backbone.shard needs weights of one dtype, which backbone.dtype=int8 has not; set either back"),
-    ("objective.on_policy=0.5", "drafts are read by each process for itself, and backbone.shard has all read alike; set either back"),
-])  # fmt: skip
-def test_what_all_cannot_read_alike_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str) -> None:
-    recipe = make_recipe(tmp_path, 6, drafter=DRAFTER, backbone={"shard": True})
-    assert message in error_of(capsys, "train", recipe, change)
-
-
 @pytest.mark.slow
 def test_resumed_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None:
     """One, then two sharded, then three replicated, then one: the order of the data is the same."""

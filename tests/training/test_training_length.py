@@ -4,15 +4,12 @@ Shape suffixes: B batch, T positions, D width.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from errors import error_of
 from families import backbone, random_drafter, read, texts
 from guess import Largest
-from small_run import make_recipe
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
@@ -214,10 +211,3 @@ def test_checkpointing_keeps_less() -> None:
     with torch.no_grad():
         drafter(features)  # nothing to keep, nothing to checkpoint
     assert saved(drafter, features) < 0.4 * before
-
-
-def test_such_a_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "train.gradient_checkpointing is not available for Medusa" in error_of(
-        capsys, "train", make_recipe(tmp_path), "train.gradient_checkpointing=true"
-    )
-    assert not (tmp_path / "out").exists()

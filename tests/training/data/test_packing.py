@@ -4,7 +4,6 @@ Shape suffixes: B batch, T positions.
 """
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,13 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
-from headstart.training.data.batches import BatchSampler, collate, pack, samples_hash
+from headstart.training.data.batches import collate, pack
 from headstart.training.data.data import Sample
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.objective.objective import objective
-from headstart.training.recipe.recipe import Objective, Train
+from headstart.training.recipe.recipe import Objective
 
 LENGTHS = (9, 4, 13, 6, 21, 5, 8)
 ROWS = [[0, 1, 2], [3, 4], [5, 6]]
@@ -106,20 +105,6 @@ def test_packed_or_not_the_loss_and_its_gradients_are_the_same(family: str, kind
     assert len(results[0][1]) == len(results[1][1]) > 0 and results[0][0] > 0
     for mine, expected in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5 * max(expected.abs().max().item(), 1.0))
-
-
-def test_a_packed_feed_reads_every_sample_once_an_epoch() -> None:
-    samples = make_samples(tuple(random.Random(1).choices(range(4, 30), k=60)))
-    feed = BatchSampler(samples, Train(batch_size=3, epochs=1.0), seed=1, row_length=32)
-    epochs = [[feed._row(place) for place in range(epoch * feed.rows, (epoch + 1) * feed.rows)] for epoch in range(3)]
-    for rows in epochs:
-        assert sorted(index for row in rows for index in row) == list(range(60))
-        assert max(sum(len(samples[i].tokens) for i in row) for row in rows) <= 32
-    assert epochs[0] != epochs[1] and {frozenset(row) for row in epochs[0]} != {frozenset(row) for row in epochs[1]}
-    parts = [BatchSampler(samples, feed.train, 1, process, 2, 32) for process in range(2)]
-    shared = [row for part in parts for rows in part.local_rows(2) for row in rows]
-    assert sorted(shared) == sorted(feed.global_rows(2)) and feed.samples_hash == samples_hash(samples) != samples_hash(samples[1:])
-    assert samples_hash(samples) != samples_hash([replace(samples[0], loss_mask=~samples[0].loss_mask), *samples[1:]])
 
 
 def test_a_packed_run_trains_cuts_long_documents_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

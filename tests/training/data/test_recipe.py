@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from errors import refusal
+from errors import error_of, refusal
 from pydantic import ValidationError
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -121,12 +121,20 @@ def test_later_overrides_win(write):
         ("save={every: 3}", "missing key save.dir"),
         ("objective.terms={kll: 1}", "objective.terms knows kl, reverse_kl, js, ce, tv, lk_alpha, lk, topk_kl, features; got 'kll'"),
         ("objective.terms={kl: 0}", "objective.terms needs a weight above 0"),
+        ("objective.on_policy=.nan", "objective.on_policy is a number of at least 0; got nan"),
         ("objective.terms={}", "objective.terms needs a weight above 0; got {}"),
         ("train={schedule: wsd, warmup_ratio: .1, decay_ratio: .95}", "train.decay_ratio is at most 0.9 beside train.warmup_ratio=0.1"),
         ("seed", "'seed' is not an override; write key=value"),
         ("train..lr=1", "'train..lr=1' is not an override"),
         ("data.limit=", "'data.limit=' gives no value; write data.limit=null"),
         ("train.betas=[1", "not valid YAML"),
+        ("data.train=[]", "data.train is a file or the name of a dataset, or a list"),
+        ("data.train=3", "data.train is a file or the name of a dataset, or a list"),
+        ("data.train=''", "data.train is a file or the name of a dataset, or a list"),
+        ("data.train=[{path: a.jsonl, weigth: 1}]", "unknown key data.train[0].weigth; did you mean data.train[0].weight?"),
+        ("data.train=[{weight: 1}]", "missing key data.train[0].path"),
+        ("data.train=[{path: a.jsonl, weight: 1}, b.jsonl]", "data.train[1].weight is a number above 0, as other entries"),
+        ("data.train=[3]", "data.train[0]"),
         ("data.train=[*.csv]", "found undefined alias '.csv'; text that begins with * is written in quotes"),
     ],
 )
@@ -177,6 +185,36 @@ def test_made_in_python_it_is_held_to_the_same_rules():
     for make in (lambda: Objective(depth_decay=0.0), lambda: Data(train="x.jsonl", limit=0), lambda: Train(batch_size=4, micro_batch=3)):
         with pytest.raises(ValidationError, match="depth_decay|limit|micro_batch"):
             make()
+
+
+EAGLE3 = "drafter={kind: eagle3, depth: 2}"
+ON_POLICY = "objective.on_policy=0.5"
+LORA = "backbone.lora={rank: 2}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([ON_POLICY, "cache.dir=x"], "objective.on_policy needs the backbone, which does not run with cache.dir='x'"),
+        (["drafter={}", "heads=[{kind: eagle3, objective: {on_policy: 1}}]", "cache.dir=x"], "heads.eagle3: objective.on_policy needs the"),
+        ([ON_POLICY], f"{ON_POLICY}: what medusa drafts does not depend on its own proposals, so it learns nothing"),
+        ([ON_POLICY, EAGLE3, "drafter.depth=1"], "needs a drafter that goes on from its proposals; eagle3 has drafter.depth=1: raise it"),
+        ([ON_POLICY, EAGLE3, "backbone.shard=true"], "drafts are read by each process for itself, and backbone.shard has all read alike"),
+        (["backbone.shard=true", "backbone.dtype=int8"], "backbone.shard needs weights of one dtype, which backbone.dtype=int8 has not"),
+        ([LORA, "backbone.shard=true"], "backbone.shard cannot be combined with backbone.lora"),
+        ([LORA, "cache.dir=x"], "cache.dir keeps features, which change with backbone.lora"),
+        ([LORA, EAGLE3, ON_POLICY], "objective.on_policy needs a frozen backbone"),
+        ([LORA, "drafter={}", "heads=[{kind: medusa}, {kind: mlp}]"], "heads would each need an adapter with backbone.lora; train one"),
+        ([LORA, "backbone.lora.target_modules=nothing"], "no adapter fits LlamaForCausalLM: Target modules nothing not found"),
+        (["objective.terms={features: 1}"], "objective.terms.features compares a drafter's hidden states with the backbone's, but Medusa"),
+        (["train.gradient_checkpointing=true"], "train.gradient_checkpointing is not available for Medusa"),
+        (["drafter={kind: mlp, depth: 2, inner_dim: 24, freeze_readout: true}"],
+         "drafter.freeze_readout needs output layers as wide as the backbone, 16"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_before_the_run_has_a_folder(changes, message, small, tmp_path, capsys):
+    error = error_of(capsys, "train", small, *changes, f"save.dir={tmp_path}/out")
+    assert message in error and not (tmp_path / "out").exists()
 
 
 HOSTILE = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from server import StatesServer, said, serving, states_server
-from small_run import make_recipe
+from small_run import make_recipe, prepared
 from test_endpoint import ask as ask_server  # noqa: F401
 from test_regenerate import ask, dialogues, result, rows_of, talker  # noqa: F401
 from watched import watched
@@ -21,8 +21,6 @@ from headstart.inference.engine.proposer import MAX_PROPOSER_ROWS, ProposerSourc
 from headstart.support import terminal
 from headstart.training.data.batches import collate
 from headstart.training.features.cached import CachedFeatures
-from headstart.training.recipe.recipe import load_recipe
-from headstart.training.setup import prepare
 
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=120")
 
@@ -138,8 +136,7 @@ def test_the_cache_has_the_backbones_own_features(served: StatesServer, tmp_path
     assert len(generated) == 40 and len(served.asked) - len(generated) == 1, "but for those that start values come from, none is read twice"
     assert list(served.folder.iterdir()) == [] and not (tmp_path / "cache" / "answers").exists()
     options = [f"data.train={tmp_path}/answers.jsonl", f"cache.dir={tmp_path}/cache", "cache.dtype=exact", f"save.dir={tmp_path}/out"]
-    run = prepare(load_recipe(tmp_path / "recipe.yaml", options))
-    run.log.close()
+    run = prepared(tmp_path / "recipe.yaml", *options)
     assert isinstance(run.source, CachedFeatures) and len(run.feed.samples) == 36
     whole = served.backbone
     for i in range(0, 36, 5):
