@@ -61,6 +61,7 @@ def test_the_files_that_others_write(tmp_path: Path) -> None:
         ({"input_ids": [5, True], "loss_mask": [0, 1]}, "got [5, True]"),
         ({"input_ids": "5 6", "loss_mask": [0, 1]}, "got '5 6'"),
         ({"input_ids": [IDS, IDS], "loss_mask": [MASK]}, "row 1: input_ids has 2 samples and loss_mask 1; give as many"),
+        ({"input_ids": IDS, "labels": [6, 7, 8, 9, -100]}, "labels is a list of the tokens of input_ids, or -100 for those not to learn"),
         ({"input_ids": IDS, "loss_mask": [0] * 5}, "no label tokens in x.jsonl"),
     ],
 )

@@ -188,11 +188,6 @@ def test_calls_without_tools_and_maps_of_tables(tmp_path: Path) -> None:
     assert read(tmp_path / "maps.parquet")[0][0][0]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
 
 
-def test_a_mark_of_a_part_is_refused() -> None:
-    with pytest.raises(UserError, match="turn 1: a part of content has weight, which is read of whole turns: mark the turn, or remove it"):
-        labels({"messages": [talk()[0], {"role": "assistant", "content": [{"type": "text", "text": "Four.", "weight": 0}]}]})
-
-
 def test_nulls_of_lines_are_values_and_contents_of_tables_stay(tmp_path: Path) -> None:
     own = called("f", {"unit": None}, unit={"type": ["string", "null"], "default": None})
     own["messages"][1]["content"] = None
@@ -224,11 +219,6 @@ def test_a_marked_turn_is_read_and_not_learned(mark: dict[str, Any]) -> None:
     assert "Five" in labels({"messages": talk(**{name: 1 - value})})[1], "the other value"
 
 
-def test_a_turn_of_half_a_weight_is_refused() -> None:
-    with pytest.raises(UserError, match="row 1, turn 1: weight is 0 or 1, whether the turn is learned; got 0.5"):
-        labels({"messages": talk(weight=0.5)})
-
-
 def test_regenerating_keeps_a_marked_turn() -> None:
     (item,) = read_items([{"messages": talk(weight=0)}], Data(train="x"), "x")
     assert isinstance(item, Conversation) and [one["role"] for one in item.messages] == ["user", "assistant", "user"]
@@ -255,11 +245,6 @@ def test_every_mask_counts(masks: dict[str, Any], learned: list[int]) -> None:
         (sample,), _ = make_samples([row], make_tokenizer(CHATML), Data(train="x"), source="x")
         assert sample.tokens[sample.loss_mask].tolist() == learned
         assert sample.tokens.tolist() == [token for token, real in zip(IDS, masks.get("attention_mask", [1] * 5), strict=True) if real]
-
-
-def test_labels_of_other_tokens_are_refused() -> None:
-    with pytest.raises(UserError, match="labels is a list of the tokens of input_ids, or -100 for those not to learn, one for each"):
-        make_samples([{"input_ids": IDS, "labels": [6, 7, 8, 9, -100]}], make_tokenizer(CHATML), Data(train="x"), source="x")
 
 
 def test_what_nothing_reads_is_named_at_every_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -147,6 +147,9 @@ def test_no_assistant_turn_anywhere_is_refused():
         samples_of(make_tokenizer(CHATML), chat(TURNS[0]), chat(("system", "x"), TURNS[0]))
 
 
+TURN = {"role": "assistant", "content": "Four."}
+
+
 @pytest.mark.parametrize(
     ("row", "data", "message"),
     [
@@ -161,6 +164,16 @@ def test_no_assistant_turn_anywhere_is_refused():
         ({"messages": [{"role": "user"}, {"text": "x"}]}, {}, "x, row 1, turn 1: a turn has role and content, or from and value; this"),
         ({"messages": [{"from": "human", "value": "x"}]}, {"format": "messages"}, "a turn has role and content; this one has from, value"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, {}, "x, row 1, turn 0: unknown speaker 'alien'; known: human, user, gpt"),
+        (
+            {"messages": [TURN | {"weight": 0.5}]},
+            {},
+            "x, row 1, turn 0: weight is 0 or 1, whether the turn is learned; got 0.5",
+        ),
+        (
+            {"messages": [TURN | {"content": [{"type": "text", "text": "Four.", "weight": 0}]}]},
+            {},
+            "turn 0: a part of content has weight, which is read of whole turns: mark the turn, or remove it",
+        ),
     ],
 )
 def test_wrong_rows_are_named(row, data, message):

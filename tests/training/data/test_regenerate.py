@@ -12,7 +12,6 @@ from chat_templates import read_rows as rows_of
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.heads.methods import build_drafter
 from headstart.support.files import locked
 from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data, load_recipe
@@ -83,26 +82,6 @@ def test_every_turn_sees_the_answers_before_it(ask: Any, talker: Path, tmp_path:
     assert report["tau"] >= 1 and report["tokens"] > 3 and report["tokens_per_second"] > 0
     assert "2 of 2 rows, 3 answers" in (stderr := capsys.readouterr().err) and f"length (tau) {report['tau']:.2f}" in stderr
     assert not list(tmp_path.glob("*.partial"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["regenerate.batch_size=1", "regenerate.batch_size=3", "heads", "order"])
-def test_only_row_and_seed_decide(ask: Any, talker: Path, tmp_path: Path, change: str) -> None:
-    rows = dialogues()
-    assert ask(rows, *SAMPLED, out="one.jsonl") == 0
-    one = {row["row"]: row["messages"] for row in rows_of(tmp_path / "one.jsonl")}
-    order, overrides = list(range(len(rows))), [] if change in ("heads", "order") else [change]
-    if change == "order":
-        order = [5, 0, 7, 3, 8, 1, 6, 2, 4]
-    if change == "heads":
-        build_drafter("medusa", load_backbone(str(talker), device="cpu"), {"depth": 2}).save_pretrained(tmp_path / "heads")
-        overrides = [f"regenerate.heads={tmp_path / 'heads'}"]
-    assert ask([rows[i] for i in order], *SAMPLED, *overrides, out="two.jsonl") == 0
-    two = {order[row["row"]]: row["messages"] for row in rows_of(tmp_path / "two.jsonl")}
-    assert one == two and len(one) > 5
-    assert one[0] != one[8], "equal rows are answered each in its own way"
-    assert ask(rows, *SAMPLED, "seed=1", out="three.jsonl") == 0
-    assert one != {row["row"]: row["messages"] for row in rows_of(tmp_path / "three.jsonl")}
 
 
 def test_rows_take_one_of_several_temperatures(ask: Any, tmp_path: Path) -> None:
@@ -203,6 +182,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(ask: Any, tmp_path: Path, 
         (("data.format=text", "data.column=messages"), "new.jsonl", "row 1: plain text expected; got list"),
         (("regenerate.heads=nowhere",), "new.jsonl", "no heads at 'nowhere'"),
         (("regenerate.endpoint=localhost:8000",), "new.jsonl", "regenerate.endpoint is an http(s) address, or null; got 'localhost:8000'"),
+        ((both[1], "regenerate.api_key=NO_KEY"), "new.jsonl", "regenerate.api_key=NO_KEY names no environment variable that is set"),
         (("regenerate.samples=2",), "new.jsonl", "regenerate.samples needs regenerate.temperature above 0, at which answers"),
     ]
     for overrides, out, message in cases:

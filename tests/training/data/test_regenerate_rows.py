@@ -100,13 +100,15 @@ def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.Monk
 
 
 def test_several_answers_to_each_row(ask: Any, tmp_path: Path) -> None:  # noqa: F811
-    """Each is what one more equal row would get."""
+    """Each is what one more equal row would get; another seed gives others."""
     rows = dialogues(3)
     assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=24", "regenerate.samples=2") == 0
     several = rows_of(tmp_path / "new.jsonl")
     assert ask([*rows, *rows], "regenerate.temperature=1", "regenerate.max_new_tokens=24", out="again.jsonl") == 0
     assert several == rows_of(tmp_path / "again.jsonl") and [row["row"] for row in several] == list(range(6))
     assert any(one["messages"] != other["messages"] for one, other in zip(several[:3], several[3:], strict=True))
+    assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=24", "seed=1", out="other.jsonl") == 0
+    assert rows_of(tmp_path / "other.jsonl") != several[:3]
 
 
 NAME = "backbone-layers-1-3-5-6"
