@@ -47,13 +47,6 @@ def test_eos(oracle: SpeculativeModel, truth: list[int]) -> None:
             assert output.shape[1] <= place + 1
 
 
-def test_eos_of_the_generation_config(truth: list[int]) -> None:
-    model = tiny("llama")
-    model.generation_config.eos_token_id = [truth[14], 3]
-    of = SpeculativeModel(Backbone(model), None)
-    assert torch.equal(say(of, ROW, max_new_tokens=30), own(of, ROW, max_new_tokens=30))
-
-
 class After(StoppingCriteria):
     """Stops a row once it has ``length`` tokens; records the lengths it saw."""
 

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say
-from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
@@ -211,24 +210,3 @@ def test_beams_of_several_rows_on_a_cpu_are_chains() -> None:
     sampled = source.timed_as(1, 3)
     source.start(sampled=False)
     assert source.timed_as(1, 3) != sampled, "their costs are kept apart"
-
-
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_the_state_may_be_extended_in_two_calls_of_which_one_has_nothing_of_a_row(kind: str) -> None:
-    on = backbone("shallow")
-    drafter = random_drafter(kind, on)
-    features = on.read(torch.arange(1, 25).view(2, 12), taps=drafter.taps)
-    place_BT, roots_B1 = torch.arange(12).expand(2, 12), torch.tensor([[3], [4]])
-    prompt = features.gather(place_BT[:, :5], place_BT[:, :5] < 5)
-    more = features.gather(place_BT[:, 5:], place_BT[:, :7] < torch.tensor([[7], [2]]))
-
-    def drafted(*parts: Features) -> Tensor:
-        state = drafter.begin(prompt)
-        for part in parts:
-            state = drafter.begin(part, drafter.reserve(state, 40))
-        hidden, _ = drafter.step(drafter.reserve(state, 40), roots_B1, torch.zeros_like(roots_B1), 0)
-        return drafter.readout(hidden[:, :1], 0, roots_B1)
-
-    first, last = more.split(4)
-    assert first.lengths_B.tolist() == [3, 0] and last.lengths_B.tolist() == [4, 2]
-    torch.testing.assert_close(drafted(first, last), drafted(more))

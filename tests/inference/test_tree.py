@@ -194,22 +194,6 @@ def random_tree(nodes: int, vocab: int, seed: int, rows: int = 3) -> CandidateTr
     return CandidateTree(tokens, parents)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 17])
-def test_ancestors_and_levels(nodes: int) -> None:
-    chain = CandidateTree([[0] * nodes], [[max(n - 1, 0) for n in range(nodes)]])
-    for tree in (random_tree(nodes, 9, nodes), chain):
-        tokens_BN, levels_BN, ancestors_BNN = tree.tensors(torch.device("cpu"))
-        assert tokens_BN.shape == levels_BN.shape == ancestors_BNN.shape[:2] == (len(tree.tokens), nodes)
-        for row, parents in enumerate(tree.parents):
-            assert tokens_BN[row, : len(parents)].tolist() == tree.tokens[row]
-            for n in range(len(parents)):
-                line = [n]
-                while line[-1] != 0:
-                    line.append(parents[line[-1]])
-                assert ancestors_BNN[row, n].nonzero().flatten().tolist() == sorted(line)
-                assert levels_BN[row, n] == tree.levels[row][n] == len(line) - 1
-
-
 @pytest.mark.parametrize("nodes,vocab", [(1, 3), (6, 2), (25, 3), (25, 30)])
 def test_accept(nodes: int, vocab: int) -> None:
     for seed in range(20):
