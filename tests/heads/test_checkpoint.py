@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from errors import refusal
-from families import DRAFTERS, LAYERS, VOCAB, backbone, left_padded, prompts, random_drafter, say, texts, tiny
+from families import DRAFTERS, VOCAB, backbone, left_padded, prompts, random_drafter, say, texts, tiny
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -50,13 +50,6 @@ def test_a_draft_vocabulary_is_kept_as_offsets_and_marks(tmp_path: Path) -> None
     assert torch.equal(d2t, ids.sort().values - torch.arange(DV)) and torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(DV))
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["architectures"], config["draft_vocab_size"], config["vocab_size"]) == (["LlamaForCausalLMEagle3"], DV, VOCAB)
-
-
-def test_other_taps_are_written_in_both_numberings(tmp_path: Path) -> None:
-    saved("eagle3", tmp_path, taps=[5, 1, LAYERS, 3])
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5, LAYERS] and config["num_aux_hidden_states"] == 4
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4, LAYERS - 1]
 
 
 def test_scaled_rotary_is_written_for_old_and_new_readers(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The command ``headstart``: its output, its reports, and one line for every error."""
 
-import io
 import json
 import re
 import shutil
@@ -249,17 +248,6 @@ def test_the_report_must_be_writable_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for file in (tmp_path, tmp_path / "file" / "x.json"):
         assert error_of(capsys, *BENCH, "--heads", "medusa", "--json", file).startswith(f"error: --json {file}")
-
-
-class Interrupted(io.StringIO):
-    def read(self, size: int | None = -1) -> str:
-        raise KeyboardInterrupt
-
-
-def test_interrupted(stdin, capsys):
-    stdin(Interrupted())
-    assert main(["generate", "--heads", "medusa"]) == 130
-    assert "Traceback" not in capsys.readouterr().err
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
