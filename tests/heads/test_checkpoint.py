@@ -111,16 +111,12 @@ def test_damaged_files(tmp_path: Path, kind: str) -> None:
     assert "no such folder" in refused(tmp_path / "nowhere") and "no such folder" in refused("nobody/nothing")
 
 
-def rewrite(folder: Path, **changes: Any) -> None:
-    card = json.loads((folder / METADATA).read_text())
-    (folder / METADATA).write_text(json.dumps(card | changes))
-
-
 def test_tensors_of_another_drafter(tmp_path: Path) -> None:
     """Intact files, but not of the drafter the metadata names."""
     saved("eagle3", tmp_path / "heads")
+    card = json.loads((tmp_path / "heads" / METADATA).read_text())
     for arguments in ({"depth": 5, "draft_vocab_size": 20}, {"depth": 5, "taps": [1, 2]}, {"depth": 5, "intermediate_size": 20}):
-        rewrite(tmp_path / "heads", arguments=arguments)
+        (tmp_path / "heads" / METADATA).write_text(json.dumps(card | {"arguments": arguments}))
         assert "does not hold the tensors of eagle3" in refused(tmp_path / "heads")
 
 

@@ -156,12 +156,6 @@ def test_a_width_that_is_no_multiple_of_the_attention_heads(kind: str) -> None:
     assert (lite["num_attention_heads"], lite["num_key_value_heads"], lite["head_dim"]) == (4, 1, 8)
 
 
-def made(on: Backbone, depth: int = 1, **arguments: Any) -> Eagle:
-    drafter = random_drafter("eagle", on, depth=depth, **arguments)
-    assert isinstance(drafter, Eagle)
-    return drafter
-
-
 def test_the_first_eagles_layer_starts_as_the_backbones_last() -> None:
     """The input norm, which this head does not have, is in the projections: on a normed state they give what the backbone's give."""
     on = backbone("llama")
@@ -202,7 +196,7 @@ def test_noise_is_for_training_alone_and_follows_the_seed() -> None:
 def test_the_files_are_what_engines_load(tmp_path: Path) -> None:
     """vLLM refuses an input norm of the layer and a final norm, and drops a bias; SGLang starts a missing bias at random."""
     on = backbone("llama")
-    drafter = made(on)
+    drafter = random_drafter("eagle", on, depth=1)
     drafter.save_pretrained(tmp_path)
     layer = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     names = {f"layers.0.{name}.weight" for name in [*layer, "post_attention_layernorm"]} | {"fc.weight", BIAS}

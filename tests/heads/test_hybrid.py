@@ -44,10 +44,6 @@ def hybrid(family: str) -> Backbone:
     return Backbone(build(*CONFIGS[family]))
 
 
-def drafting(manner: str, on: Backbone, truths: list[list[int]]) -> SpeculativeModel:
-    return SpeculativeModel(on, Scripted(on, truths, manner) if manner in ("oracle", "nearly") else random_drafter(manner, on))
-
-
 def lines(tree: CandidateTree, row: int, node: int) -> list[int]:
     path = [node]
     while path[0]:
@@ -137,7 +133,7 @@ def test_sampled_text_is_that_of_autoregressive_decoding(manner: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": True, "eos_token_id": [4, 5, 15]}
     plain = unpadded(say(SpeculativeModel(on), rows, seed=SEEDS, **options), rows)
     assert len({tuple(text).index(0) if 0 in text[-LENGTH:] else len(text) for text in plain}) > 1, "rows leave"
-    of = drafting(manner, on, plain)
+    of = SpeculativeModel(on, Scripted(on, plain, manner) if manner in ("oracle", "nearly") else random_drafter(manner, on))
     for extra in ({"tree": TreeShape(9, 1)}, {"batch_size": 2}):
         out = say(of, rows, seed=SEEDS, return_dict_in_generate=True, **options, **extra)
         assert unpadded(out.sequences, rows) == plain and (out.tau > 1.3 or manner != "nearly"), "drafts are accepted"

@@ -30,13 +30,6 @@ def made(kind: str, **arguments: Any) -> OwnReadoutDrafter:
     return drafter
 
 
-def fitted(kind: str, **arguments: Any) -> OwnReadoutDrafter:
-    drafter = made(kind, depth=2, **arguments)
-    drafter.fit_shortlists(read(drafter.backbone, texts(2, 40, seed), drafter) for seed in range(4))
-    assert len(drafter.shortlists) == len(drafter.readouts())
-    return drafter
-
-
 def test_the_subspace_is_that_of_the_states() -> None:
     """States of few dimensions, which are small in the weights, are scored well; the largest directions of the weights miss them."""
     D, V, R, generator = 32, 500, 6, torch.Generator().manual_seed(0)
@@ -68,7 +61,9 @@ def test_the_best_tokens_logits_are_exact() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_full_rank_it_is_the_readout(kind: str) -> None:
     """Every kind with output layers of its own, at every depth."""
-    drafter = fitted(kind, shortlist={"rank": backbone("llama").dim, "candidates": 1})
+    drafter = made(kind, depth=2, shortlist={"rank": backbone("llama").dim, "candidates": 1})
+    drafter.fit_shortlists(read(drafter.backbone, texts(2, 40, seed), drafter) for seed in range(4))
+    assert len(drafter.shortlists) == len(drafter.readouts())
     features = read(drafter.backbone, texts(2, 30, 9), drafter)
     with torch.no_grad():
         for depth, hidden_BTD in enumerate(drafter.forward(features)):

@@ -77,11 +77,6 @@ def alone(family: str, **options: Any) -> list[list[int]]:
     return [model.generate(row[None], attention_mask=torch.ones_like(row)[None], **options)[0].tolist() for row in prompts()]
 
 
-def cut(texts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """The sequences without the padding after rows that ended early."""
-    return [text[:length] for text, length in zip(texts, lengths, strict=True)]
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("processors", PROCESSORS)
@@ -92,7 +87,8 @@ def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
     first = len(TREES) * (list(PROCESSORS).index(processors) + 3 * FAMILIES.index(family))  # every manner has its turns
     for (name, tree), manner in zip(TREES.items(), itertools.islice(itertools.cycle(MANNERS), first, None), strict=False):
         output = unpadded(say(drafting(manner, family, truths), rows, tree=tree, **options), rows)
-        assert cut(output, [len(truth) for truth in truths]) == truths, (name, manner)
+        without_padding = [text[: len(truth)] for text, truth in zip(output, truths, strict=True)]
+        assert without_padding == truths, (name, manner)
 
 
 @pytest.mark.matrix

@@ -39,11 +39,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def saved(on: Path, kind: str, folder: Path, **arguments: Any) -> Path:
-    random_drafter(kind, load_backbone(str(on), dtype="fp32", device="cpu"), **arguments).save_pretrained(folder)
-    return folder
-
-
 def exported(heads: Path, to: str, out: Path) -> Path:
     export(Request(str(heads), to, out))
     return out
@@ -91,9 +86,10 @@ def drafted_by_transformers(folder: Path, backbone: Path, prompt: list[int], set
 @pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize(("kind", "to", "arguments"), [("block", "dflash-hf", BLOCK), ("draft_model", "draft-model", {"layers": 2})])
 def test_it_drafts_what_headstart_drafts(model_folder: Path, tmp_path: Path, kind: str, to: str, arguments: dict[str, Any]) -> None:
-    checkpoint = saved(model_folder, kind, tmp_path / "heads", **arguments)
-    folder = exported(checkpoint, to, tmp_path / "out")
-    heads = load(checkpoint, load_backbone(str(model_folder), dtype="fp32", device="cpu"), capture="off")
+    on = load_backbone(str(model_folder), dtype="fp32", device="cpu")
+    random_drafter(kind, on, **arguments).save_pretrained(tmp_path / "heads")
+    folder = exported(tmp_path / "heads", to, tmp_path / "out")
+    heads = load(tmp_path / "heads", on, capture="off")
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     for depth, ends in ((4, ()), (2, (3,))):
         settings = EngineSettings(depth, 16, ends)

@@ -126,16 +126,11 @@ UNVERIFIED = {"DeepSeek-V3.2, GLM-5", "MiniMax-01", "Jamba", "LFM2", "Nemotron-H
 SHIPPED = Path(__file__).parents[2] / "recipes" / "quickstart" / "backbone"
 
 
-def saved(architecture: Architecture, folder: Path) -> Path:
-    architecture.model().eval().save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.matrix(cells=8)
 @pytest.mark.parametrize("architecture", served(), ids=lambda one: one.name)
 def test_it_is_the_whole_backbones(architecture: Architecture, tmp_path: Path) -> None:
-    path = str(saved(architecture, tmp_path))
-    whole, head = load_backbone(path, dtype="fp32"), load_head_only(path, dtype="fp32")
+    architecture.model().eval().save_pretrained(tmp_path)
+    whole, head = load_backbone(str(tmp_path), dtype="fp32"), load_head_only(str(tmp_path), dtype="fp32")
     tokens, last = torch.arange(1, 9)[None] % whole.vocab, whole.num_layers
     features = whole.read(tokens, taps=(last,))
     assert features.taps is not None

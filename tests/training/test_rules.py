@@ -46,11 +46,6 @@ KEPT: dict[str, Any] = write.read_figures()
 EVERY = [(name, method) for name, entry in ENTRIES.items() for method in entry["methods"]]
 
 
-def matrix(cases: list[tuple[str, str]], fast: Any) -> list[Any]:
-    """The cases, slow but for a few."""
-    return [pytest.param(*case, id="-".join(case), marks=() if case in fast else pytest.mark.slow) for case in cases]
-
-
 def test_the_promised_models_have_recipes() -> None:
     """They are those whose configurations the tests have."""
     assert set(ENTRIES) == {path.stem for path in shrink.FOLDER.glob("*.json")}
@@ -98,7 +93,9 @@ def small_model(folder: Path, name: str) -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize(("name", "method"), matrix(EVERY, FEW))
+@pytest.mark.parametrize(
+    ("name", "method"), [pytest.param(*case, id="-".join(case), marks=() if case in FEW else pytest.mark.slow) for case in EVERY]
+)
 def test_a_shipped_recipe_plans_and_trains_on_its_shrunk_model(name: str, method: str, tmp_path: Path) -> None:
     model, text = small_model(tmp_path, name), rows_of_text(tmp_path)
     drafter = load_recipe(ROOT / "recipes" / name / f"{method}.yaml").drafter

@@ -43,11 +43,6 @@ def make(folder: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def write(path: Path, text: str) -> str:
-    path.write_text(text)
-    return str(path)
-
-
 def weights(out: Path) -> dict[str, bytes]:
     return {name: (out / name / file).read_bytes() for name, file in FILES.items()}
 
@@ -63,8 +58,8 @@ def test_each_is_what_it_would_be_alone_bit_for_bit(together: Path, tmp_path: Pa
     assert list(recipes) == list(FILES) and recipes["wide"].train.lr == 1e-3 and recipes["wide"].train.steps == STEPS
     logs = read_log(together / "out")
     for name, recipe in recipes.items():
-        path = write(tmp_path / "alone.yaml", to_yaml(recipe))
-        assert main([path, f"save.dir={tmp_path}/{name}"]) == 0
+        (tmp_path / "alone.yaml").write_text(to_yaml(recipe))
+        assert main([f"{tmp_path}/alone.yaml", f"save.dir={tmp_path}/{name}"]) == 0
         assert (tmp_path / name / FILES[name]).read_bytes() == weights(together / "out")[name]
         lines = [line for line in read_log(tmp_path / name) if "recipe" not in line]
         alone = [{key: x for key, x in line.items() if key != "tokens_per_second"} for line in lines]

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from chat_templates import make_tokenizer
+from chat_templates import make_tokenizer, read_rows
 from server import Reply, said, serving
 
 from headstart.cli.main import main
@@ -40,10 +40,6 @@ def questions(count: int) -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]
 
 
-def answers(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "new.jsonl").read_text().splitlines()]
-
-
 def result(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
@@ -55,7 +51,7 @@ def echo(path: str, body: dict[str, Any]) -> Reply:
 def test_a_server_is_asked_no_more_after_its_time(ask: Any, tmp_path: Path) -> None:
     with serving(echo) as server:
         assert ask(questions(500), server.url, "regenerate.hours=1e-6", "regenerate.concurrency=2") == 0
-    assert 0 < len(answers(tmp_path)) == 500 - result(tmp_path)["rows_not_asked"] < 500
+    assert 0 < len(read_rows(tmp_path / "new.jsonl")) == 500 - result(tmp_path)["rows_not_asked"] < 500
 
 
 def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +77,7 @@ def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path,
     called = {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "old"}], "reasoning_content": "a tool"}
     four = {"role": "assistant", "content": "four", "reasoning_content": "it says 4"}
     expected = [*messages[:2], called, messages[3], four, messages[5], {"role": "assistant", "content": "Welcome"}]
-    assert answers(tmp_path) == [{"row": 0, "messages": expected, "tools": [tool]}]
+    assert read_rows(tmp_path / "new.jsonl") == [{"row": 0, "messages": expected, "tools": [tool]}]
     assert [body["messages"] for body in server.asked] == [expected[:2], expected[:4], expected[:6]]
     settings = {"model": "some/model", "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 50, "tools": [tool]}
     assert all({key: body[key] for key in settings} == settings for body in server.asked)
@@ -104,7 +100,7 @@ def test_busy_or_failing_servers_are_retried(ask: Any, tmp_path: Path) -> None:
     with serving(flaky) as server:
         assert ask(questions(5), server.url, "regenerate.retries=3") == 0
     assert set(seen.values()) == {4}
-    assert [row["messages"][-1]["content"] for row in answers(tmp_path)] == [f"to question {i}" for i in range(5)]
+    assert [row["messages"][-1]["content"] for row in read_rows(tmp_path / "new.jsonl")] == [f"to question {i}" for i in range(5)]
     assert len({body["seed"] for body in server.asked}) == 5, "the same request again"
 
 
@@ -142,7 +138,7 @@ def test_it_gives_up_with_one_clear_line(ask: Any, tmp_path: Path, capsys: Any, 
         assert not (tmp_path / "new.jsonl").exists()
         server.reply = echo  # repaired
         assert ask(questions(30), server.url, "regenerate.concurrency=4") == 0
-    assert len(answers(tmp_path)) == 30
+    assert len(read_rows(tmp_path / "new.jsonl")) == 30
 
 
 def test_an_unreachable_server(ask: Any, capsys: Any) -> None:
@@ -158,7 +154,7 @@ def test_requests_at_once_are_bounded_and_used(ask: Any, tmp_path: Path, most: i
     with serving(echo, seconds=0.03) as server:
         assert ask(questions(12), server.url, f"regenerate.concurrency={most}") == 0
     assert server.most_at_once == most and time.perf_counter() - start > 0.03 * 12 / most
-    assert [row["row"] for row in answers(tmp_path)] == list(range(12))
+    assert [row["row"] for row in read_rows(tmp_path / "new.jsonl")] == list(range(12))
 
 
 def test_truncated_too_long_and_refused_rows_are_told_apart(ask: Any, tmp_path: Path, capsys: Any) -> None:
@@ -172,7 +168,9 @@ def test_truncated_too_long_and_refused_rows_are_told_apart(ask: Any, tmp_path: 
     with serving(lambda path, body: script[body["messages"][-1]["content"]]) as server:
         assert ask(questions(5), server.url, "regenerate.model=theirs", "regenerate.concurrency=1") == 1
     assert {body["model"] for body in server.asked} == {"theirs"}
-    assert answers(tmp_path) == [{"row": 4, "messages": [*questions(5)[4]["messages"], {"role": "assistant", "content": "fine"}]}]
+    assert read_rows(tmp_path / "new.jsonl") == [
+        {"row": 4, "messages": [*questions(5)[4]["messages"], {"role": "assistant", "content": "fine"}]}
+    ]
     report = result(tmp_path)
     assert {name: report[name] for name in ("truncated", "too_long", "refused", "rows_dropped")} == {
         "truncated": 2, "too_long": 1, "refused": 1, "rows_dropped": 4,
@@ -192,4 +190,4 @@ def test_texts_are_completed(ask: Any, tmp_path: Path) -> None:
         assert ask([{"text": text}], server.url, f"backbone.path={tmp_path / 'tokenizer'}", "regenerate.prompt_tokens=4") == 0
     prompt = server.asked[0]["prompt"]
     assert text.startswith(prompt) and 0 < len(prompt) < len(text) and server.asked[0]["model"] == str(tmp_path / "tokenizer")
-    assert answers(tmp_path) == [{"row": 0, "text": f"{prompt} and on"}]
+    assert read_rows(tmp_path / "new.jsonl") == [{"row": 0, "text": f"{prompt} and on"}]

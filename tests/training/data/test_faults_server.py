@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import read_rows
 from server import in_thread
-from test_endpoint import answers, ask, questions  # noqa: F401
+from test_endpoint import ask, questions  # noqa: F401
 
 from headstart.support import post
 from headstart.training.regenerate import endpoint
@@ -134,7 +135,7 @@ def little_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def require_all(folder: Path) -> None:
-    assert [row["messages"][-1]["content"] for row in answers(folder)] == [f"to question {i}" for i in range(6)]
+    assert [row["messages"][-1]["content"] for row in read_rows(folder / "new.jsonl")] == [f"to question {i}" for i in range(6)]
 
 
 @pytest.mark.parametrize("name", PASSING)
