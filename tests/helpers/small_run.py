@@ -30,6 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.heads import card
+from headstart.training.plan.fake_model import make_fake_models
+from headstart.training.plan.memory import MemoryPlan
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.run import checkpoint as run_checkpoint
@@ -109,6 +111,11 @@ def prepared(recipe: Path, *changes: str) -> Run:
     run = prepare(load_recipe(recipe, changes))
     run.log.close()
     return run
+
+
+def memory_plan(recipe: Path, *changes: str, accelerator: bool = False) -> MemoryPlan:
+    read = load_recipe(recipe, changes)
+    return MemoryPlan(read, make_fake_models(read, accelerator), accelerator, False)
 
 
 def train_once(recipe: Path, *changes: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import backbone
-from small_run import make_recipe, prepared, read_log
+from small_run import make_recipe, memory_plan, prepared, read_log
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headstart.cli.main import main as command
@@ -16,8 +16,7 @@ from headstart.cli.train import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
 from headstart.support.devices import bf16_instructions
-from headstart.training.plan.fake_model import make_fake_models
-from headstart.training.plan.memory import MemoryPlan, MicroBatch
+from headstart.training.plan.memory import MicroBatch
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.optimizer import MuonAdamW
 from headstart.training.run.start import ADAPTED, advice, choose, learning_rate
@@ -167,8 +166,7 @@ def test_the_drafter_computes_in_the_backbones_precision(
     assert f'"precision": "{taken}"' in (small.parent / "out" / "headstart.json").read_text()
     if given:
         return
-    recipes = [load_recipe(small, [*given, *more]) for more in ([], [f"train.precision={taken}"])]
-    plans = [MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(2, 32)).phases for recipe in recipes]
+    plans = [memory_plan(small, *given, *more).step(MicroBatch(2, 32)).phases for more in ([], [f"train.precision={taken}"])]
     assert plans[0] == plans[1]
     assert main([str(small), "train.steps=4", *given]) == 0  # the same run
     assert "resuming from" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import Architecture, chained, refused, served
 from safetensors.torch import load_file, save_file
-from small_run import losses, make_recipe, prepared, read_log
+from small_run import losses, make_recipe, memory_plan, prepared, read_log
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -23,8 +23,7 @@ from headstart.support.errors import UserError
 from headstart.training import loop
 from headstart.training.features import source as opening
 from headstart.training.features.cached import SUPPLEMENT
-from headstart.training.plan.fake_model import make_fake_models
-from headstart.training.plan.memory import MemoryPlan
+from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MicroBatch
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
@@ -101,13 +100,12 @@ def test_held_out_rows_are_evaluated_on_their_features(cached: tuple[Path, list[
     assert f"lacks {SUPPLEMENT}; run headstart cache with this recipe to write it" in capsys.readouterr().err
 
 
-def test_the_plan_counts_no_layers(cached: tuple[Path, list[str]]) -> None:
+def test_the_plan_counts_no_layers_and_no_reading(cached: tuple[Path, list[str]]) -> None:
     folder, options = cached
-    found = []
-    for changes in (options, []):
-        recipe = load_recipe(folder / "recipe.yaml", changes)
-        found.append(MemoryPlan(recipe, make_fake_models(recipe, False), False, False).persistent["backbone weights"])
-    assert found[0] == 4 * (2 * 256 + 1) * 16 < found[1] / 2
+    head, whole = (memory_plan(folder / "recipe.yaml", *changes) for changes in (options, []))
+    assert head.persistent["backbone weights"] == 4 * (2 * 256 + 1) * 16 < whole.persistent["backbone weights"] / 2
+    phases = head.step(MicroBatch(2, 32)).phases
+    assert "backbone activations" not in phases[TARGET_FORWARD] and phases[DRAFT_STEP]["features"] > 0
 
 
 def test_an_adapter_needs_the_whole_backbone(cached: tuple[Path, list[str]]) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from families import FAMILIES, random_drafter, texts, tiny
 from safetensors.torch import load_file
-from small_run import make_recipe, prepared, read_log
+from small_run import make_recipe, memory_plan, prepared, read_log
 from transformers import AutoModelForCausalLM
 
 from headstart.cli.train import main
@@ -19,9 +19,7 @@ from headstart.training.data.batches import Batch
 from headstart.training.data.data import load_data
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.loss_rows import StepKey, lm_loss
-from headstart.training.plan.fake_model import make_fake_models
-from headstart.training.plan.memory import DRAFT_STEP, MemoryPlan, MicroBatch
-from headstart.training.recipe.recipe import load_recipe
+from headstart.training.plan.memory import DRAFT_STEP, MicroBatch
 from headstart.training.recipe.sections import Lora
 from headstart.training.recipe.training import Objective
 from headstart.training.run.optimizer import adapter_rise
@@ -135,14 +133,9 @@ def test_recomputed_activations_give_the_same_gradients(family: str) -> None:
 
 @pytest.mark.slow
 def test_a_plan_counts_the_trained_backbone(tmp_path: Path) -> None:
-    recipe = str(make_recipe(tmp_path, 6, backbone={"lora": {"rank": 4, "dropout": 0.1}}, train={"ema_decay": 0.9}))
-
-    def planned(*changes: str) -> MemoryPlan:
-        read = load_recipe(recipe, changes)
-        return MemoryPlan(read, make_fake_models(read, False), False, False)
-
+    recipe = make_recipe(tmp_path, 6, backbone={"lora": {"rank": 4, "dropout": 0.1}}, train={"ema_decay": 0.9})
     size = MicroBatch(8, 64)
-    frozen, joint = planned("backbone.lora=null"), planned()
+    frozen, joint = memory_plan(recipe, "backbone.lora=null"), memory_plan(recipe)
     adapter = sum(weight.numel() * 4 for weight in joint.models.backbone.trainable.values())
     persistent, before = joint.persistent, frozen.persistent
     assert persistent["optimizer state"] - before["optimizer state"] == 2 * adapter
@@ -151,6 +144,6 @@ def test_a_plan_counts_the_trained_backbone(tmp_path: Path) -> None:
     assert "backbone activations" not in phases[0]
     kept = 8 * 64 * 4 * 6 * (2 * 16 + 3 * 32)  # of 6 layers, in fp32: at least two states of the width and three of the feed-forward
     assert phases[1]["backbone activations"] > kept
-    assert planned("backbone.lora.kl_weight=1", "backbone.lora.use_dora=true").step(size).peak >= joint.step(size).peak
-    again = planned("train.gradient_checkpointing=true").step(size).phases[DRAFT_STEP]
+    assert memory_plan(recipe, "backbone.lora.kl_weight=1", "backbone.lora.use_dora=true").step(size).peak >= joint.step(size).peak
+    again = memory_plan(recipe, "train.gradient_checkpointing=true").step(size).phases[DRAFT_STEP]
     assert again["backbone activations"] < phases[1]["backbone activations"] / 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from errors import error_of
 from families import build as build_model
-from small_run import make_recipe
+from small_run import make_recipe, memory_plan
 from test_hybrid import CONFIGS
 from tiny_models import tiny_model
 
@@ -51,8 +51,7 @@ def planned(small: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:
 def test_a_model_that_asks_for_values(kind: str, small: Path, tmp_path: Path) -> None:
     """Gemma 3n takes a threshold from torch's normal distribution, which checks its parameters; Qwen4 chooses keys in a loop."""
     tiny_model(kind).save_pretrained(tmp_path / "model")
-    recipe = load_recipe(small, [f"backbone.path={tmp_path / 'model'}", "data.train=not/here"])
-    phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(2, 24)).phases
+    phases = memory_plan(small, f"backbone.path={tmp_path / 'model'}", "data.train=not/here").step(MicroBatch(2, 24)).phases
     assert phases[TARGET_FORWARD]["backbone activations"] > 10_000
 
 
@@ -163,12 +162,6 @@ def test_what_is_written_to_disk(small: Path) -> None:
     assert not written("train.steps=null", "train.epochs=1")["between_epochs"]
     assert written("cache.dir=x", "cache.dtype=exact")["features"] > 2 * written("cache.dir=x")["features"] > 0
     assert written("regenerate.out=x.jsonl")["answers"] > written("regenerate.out=x.jsonl", "regenerate.limit=4")["answers"] > 0
-
-
-def test_features_from_a_cache_need_no_reading(small: Path) -> None:
-    recipe = load_recipe(small, ["drafter.kind=eagle3", "cache.dir=x"])
-    phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(2, 32)).phases
-    assert "backbone activations" not in phases[TARGET_FORWARD] and phases[DRAFT_STEP]["features"] > 0
 
 
 def test_a_mistake_is_one_line(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_run import memory_plan, prepared
 from torch.profiler import ProfilerActivity, profile
 
 from headstart.heads.backbone.backbone import load_backbone
@@ -18,7 +19,6 @@ from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.run.trainer import build
-from headstart.training.setup import prepare
 
 DTYPES = ("fp32", "int8", "int4")
 PERSISTENT = ("torch runtime", "backbone weights", "drafter weights", "optimizer state", "weight average")
@@ -83,9 +83,8 @@ CASES: dict[str, tuple[list[str], MicroBatch]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_takes_what_the_plan_says(name: str, small: Path) -> None:
     overrides, size = CASES[name]
-    recipe = load_recipe(small, overrides)
-    phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(size).phases
-    measured = real_step(recipe, size)
+    phases = memory_plan(small, *overrides).step(size).phases
+    measured = real_step(load_recipe(small, overrides), size)
     planned = {phase: sum(count for part, count in parts.items() if part not in PERSISTENT) for phase, parts in phases.items()}
     assert 0.7 <= measured[TARGET_FORWARD] / planned[TARGET_FORWARD] <= 1.5, (measured, planned)
     assert 0.7 <= measured["step"] / max(planned[TARGET_FORWARD], planned[DRAFT_STEP]) <= 1.5, (measured, planned)
@@ -93,9 +92,7 @@ def test_a_step_takes_what_the_plan_says(name: str, small: Path) -> None:
 
 def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Path) -> None:
     overrides = ["drafter.kind=eagle3", "train.ema_decay=0.9", "train.optimizer=muon", f"save.dir={tmp_path}"]
-    recipe = load_recipe(small, overrides)
-    parts = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).persistent
-    run = prepare(recipe)
+    parts, run = memory_plan(small, *overrides).persistent, prepared(small, *overrides)
     weights = [weight for weight in run.drafter.parameters() if weight.requires_grad]
     trained = 4 * sum(weight.numel() for weight in weights)
     matrices = 4 * sum(w.numel() for w in weights if w.ndim == 2 and run.backbone.vocab not in w.shape)
@@ -103,7 +100,6 @@ def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Pa
     assert parts["backbone weights"] < 1.02 * 4 * sum(weight.numel() for weight in run.backbone.model.parameters())
     assert parts["drafter weights"] == parts["weight average"] == trained
     assert parts["optimizer state"] == 2 * trained - matrices
-    run.log.close()
 
 
 @pytest.mark.matrix(cells=1)
@@ -118,8 +114,7 @@ def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
 def test_recomputed_blocks_are_planned_as_they_are_computed(small: Path) -> None:
     """The backward computes again with fused attention, whose scores it does not keep, as the forward did."""
     options = ["drafter={kind: block, layers: 2, depth: 3}", "train.gradient_checkpointing=true"]
-    recipes = [load_recipe(small, options[:count]) for count in (1, 2)]
-    plans = [MemoryPlan(recipe, make_fake_models(recipe, True), True, False) for recipe in recipes]
+    plans = [memory_plan(small, *options[:count], accelerator=True) for count in (1, 2)]
     kept, again = (plan.step(MicroBatch(1, 32)).phases[DRAFT_STEP] for plan in plans)
     assert again["drafter activations"] < kept["drafter activations"] and again["attention"] < kept["attention"]
 
@@ -128,8 +123,7 @@ def test_recomputed_blocks_are_planned_as_they_are_computed(small: Path) -> None
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_a_trained_backbone_adds_its_passes_to_the_arithmetic(kind: str, small: Path) -> None:
     def operations(*changes: str) -> dict[str, int]:
-        recipe = load_recipe(small, [f"drafter.kind={kind}", *changes])
-        return step_operations(MemoryPlan(recipe, make_fake_models(recipe, True), True, False), MicroBatch(1, 24))
+        return step_operations(memory_plan(small, f"drafter.kind={kind}", *changes, accelerator=True), MicroBatch(1, 24))
 
     frozen, trained, held, again = operations(), *(
         operations(f"backbone.lora={{rank: 1, kl_weight: {weight}}}", *more)
@@ -143,10 +137,9 @@ def test_a_trained_backbone_adds_its_passes_to_the_arithmetic(kind: str, small: 
 
 @pytest.mark.slow
 def test_several_heads_learn_one_after_another(small: Path) -> None:
-    alone = [load_recipe(small, [f"drafter={{kind: {kind}, depth: 2}}"]) for kind in ("eagle3", "medusa")]
-    both = load_recipe(small, ["drafter={}", "heads={eagle3: {kind: eagle3, depth: 2}, medusa: {kind: medusa, depth: 2}}"])
-    plans = [MemoryPlan(recipe, make_fake_models(recipe, False), False, False) for recipe in (*alone, both)]
-    one, two, together = (plan.step(MicroBatch(4, 60)) for plan in plans)
+    alone = [memory_plan(small, f"drafter={{kind: {kind}, depth: 2}}") for kind in ("eagle3", "medusa")]
+    both = memory_plan(small, "drafter={}", "heads={eagle3: {kind: eagle3, depth: 2}, medusa: {kind: medusa, depth: 2}}")
+    one, two, together = (plan.step(MicroBatch(4, 60)) for plan in (*alone, both))
     for part in ("drafter weights", "optimizer state"):
         assert together.phases[DRAFT_STEP][part] == one.phases[DRAFT_STEP][part] + two.phases[DRAFT_STEP][part]
     activations = [memory.phases[DRAFT_STEP]["drafter activations"] for memory in (one, two, together)]
@@ -157,15 +150,14 @@ def test_several_heads_learn_one_after_another(small: Path) -> None:
 def test_a_share_of_the_positions_takes_less_memory(small: Path, key: str, kind: str) -> None:
     taken = {}
     for share in (0.1, 0.4):
-        recipe = load_recipe(small, [f"drafter={{kind: {kind}, depth: 4, {key}: {share}}}", "objective.chunk_size=64"])
-        phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(4, 250)).phases
-        taken[share] = phases[DRAFT_STEP]["drafter activations"]
+        plan = memory_plan(small, f"drafter={{kind: {kind}, depth: 4, {key}: {share}}}", "objective.chunk_size=64")
+        taken[share] = plan.step(MicroBatch(4, 250)).phases[DRAFT_STEP]["drafter activations"]
     assert 1.2 < taken[0.4] / taken[0.1] < 4.5
 
 
 def test_linear_layers_of_few_bits_take_few(small: Path) -> None:
     """int8: a byte a weight and a scale a row; int4: half a byte, and a scale and a shift for each 128 weights. Embeddings stay whole."""
-    plans = [MemoryPlan(r, make_fake_models(r, True), True, False) for r in (load_recipe(small, [f"backbone.dtype={d}"]) for d in DTYPES)]
+    plans = [memory_plan(small, f"backbone.dtype={dtype}", accelerator=True) for dtype in DTYPES]
     sizes = [plan.persistent["backbone weights"] for plan in plans]
     layers = [module.weight for module in plans[0].models.backbone.layers.modules() if isinstance(module, torch.nn.Linear)]
     count, rows = sum(weight.numel() for weight in layers), sum(map(len, layers))
