@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
-from chat_templates import CHATML, make_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from chat_templates import make_chat_model
 
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.methods import build_drafter
@@ -28,15 +27,7 @@ TALK = [{"role": "user", "content": "What is two?"}, {"role": "assistant", "cont
 
 def make_house(root: Path) -> Path:
     """Write the files into an existing folder; ``train`` with its recipe takes a second."""
-    tokenizer = make_tokenizer(CHATML)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=96, initializer_range=0.2, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(root / "backbone")
-    tokenizer.save_pretrained(root / "backbone")
-    backbone = load_backbone(str(root / "backbone"))
+    backbone = load_backbone(str(make_chat_model(root / "backbone", num_hidden_layers=3, max_position_embeddings=96)))
     # The name that a user in this folder would give.
     backbone.model.config._name_or_path = backbone.model.name_or_path = "backbone"
     build_drafter("medusa", backbone, {"depth": 2}).save_pretrained(root / "heads")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_templates import CHATML, make_tokenizer
+from chat_templates import CHATML, make_chat_model
 from errors import error_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,15 +33,7 @@ ROW_KEYS = set(
 def house(tmp_path_factory) -> Path:
     """A folder with a tiny backbone, two untrained heads for it, and prompts."""
     root = tmp_path_factory.mktemp("house")
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{"vocab_size": len(tokenizer), "max_position_embeddings": 96, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1},
-        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2},
-    )
-    LlamaForCausalLM(config).save_pretrained(root / "backbone")
-    tokenizer.save_pretrained(root / "backbone")
-    backbone = load_backbone(str(root / "backbone"))
+    backbone = load_backbone(str(make_chat_model(root / "backbone", None, special="", ends=[1], max_position_embeddings=96)))
     for kind in ("eagle3", "medusa"):
         build_drafter(kind, backbone, {"depth": 3}).save_pretrained(root / kind)
     (root / "prompts.jsonl").write_text('{"prompt": "What is two?"}\n{"text": "It is four. And three? Six, I think."}\n')
@@ -152,7 +144,7 @@ def test_prompt_from_a_file_and_from_a_pipe(house, tmp_path, stdin, capsys):
 
 def test_stop_strings(house, capsys):
     text = written(house, Settings(40))
-    stop = text[10:12]
+    (stop, *_) = re.findall("[a-z]{3}", text)
     assert main(["generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "40", "--stop", "§§", "--stop", stop]) == 0
     out = capsys.readouterr().out.removesuffix("\n")
     assert stop in out and text.startswith(out) and len(out) < len(text) and out.index(stop) + len(stop) > len(out) - 12

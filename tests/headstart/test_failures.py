@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from chat_templates import make_tokenizer
+from chat_templates import make_chat_model
 from errors import error_of
-from families import build, say
+from families import say
 from gguf_models import chat_model, write_gguf
 from small_run import make_recipe
 from torch import Tensor
@@ -136,18 +136,14 @@ def test_changes_of_a_recipe_stand_before_options_or_after_them(tmp_path: Path, 
 
 # What files show is said before weights are read: data, prompts, heads of another model, tokenizers.
 
-OTHER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 192}
-
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A backbone with its recipe, and the same model as a GGUF file; heads of a model of another width; prompts."""
     root = tmp_path_factory.mktemp("house")
     make_recipe(root)
-    tokenizer = make_tokenizer()
-    build("Llama", OTHER | {"vocab_size": len(tokenizer)}).save_pretrained(root / "other")
-    tokenizer.save_pretrained(root / "other")
-    build_drafter("medusa", load_backbone(str(root / "other"), device="cpu"), {"depth": 2}).save_pretrained(root / "heads")
+    other = make_chat_model(root / "other", None, special="", ends=[1])
+    build_drafter("medusa", load_backbone(str(other), device="cpu"), {"depth": 2}).save_pretrained(root / "heads")
     write_gguf(root / "chat.gguf", *chat_model(), kind="Q8_0")
     (root / "bare").mkdir()
     shutil.copy(root / "backbone" / "config.json", root / "bare")  # neither weights nor a tokenizer
