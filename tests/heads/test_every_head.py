@@ -20,7 +20,6 @@ from headstart.heads.methods import build_drafter, find_drafter, methods
 from headstart.heads.warm_start import WarmStart, read_warm_start
 from headstart.inference.contract import chain
 from headstart.support.errors import UserError
-from headstart.training.recipe.yaml_text import dump_yaml, read_yaml
 
 HEADS = [{"kind": kind, **arguments} for kind, arguments in every_head(2)]
 FILES = {kind: find_drafter(kind).file_name for kind in methods()}
@@ -35,11 +34,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe of every kind of head, and its run in ``out``."""
     folder = tmp_path_factory.mktemp("together")
     train = {"steps": STEPS, "batch_size": 4, "micro_batch": 2, "schedule": "constant", "optimizer": "muon", "ema_decay": 0.5}
-    path = make_recipe(folder, train=train, data={"eval_rows": 0}, objective={"chunk_size": 50})
-    recipe = read_yaml(path)
-    del recipe["drafter"]
-    path.write_text(dump_yaml({**recipe, "heads": HEADS}))
-    return train_once(path)
+    return train_once(make_recipe(folder, heads=HEADS, train=train, data={"eval_rows": 0}, objective={"chunk_size": 50}))
 
 
 def losses(out: Path) -> dict[str, list[float]]:

@@ -64,8 +64,8 @@ def rows_of_text(folder: Path) -> Path:
     return folder / "text.jsonl"
 
 
-def make_recipe(folder: Path, layers: int = 2, **sections: dict[str, Any]) -> Path:
-    """Write backbone, data and ``recipe.yaml`` into ``folder``; the run goes to ``folder/out``."""
+def make_recipe(folder: Path, layers: int = 2, heads: list[dict[str, Any]] | None = None, **sections: dict[str, Any]) -> Path:
+    """Write backbone, data and ``recipe.yaml`` into ``folder``; the run goes to ``folder/out``. ``heads``: in place of one drafter."""
     make_backbone(folder / "backbone", layers)
     text = rows_of_text(folder)
     recipe: dict[str, Any] = {
@@ -79,6 +79,9 @@ def make_recipe(folder: Path, layers: int = 2, **sections: dict[str, Any]) -> Pa
         "log": {"every": 1},
         "seed": 7,
     }
+    if heads is not None:
+        del recipe["drafter"]
+        recipe["heads"] = heads
     for name, section in sections.items():
         recipe[name] = {**recipe[name], **section}
     path = folder / "recipe.yaml"

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import write_rows
 from errors import error_of, refusal
 from PIL import Image
-from test_image_rows import answer, make, picture, question, write
+from test_image_rows import answer, make, picture, question
 from transformers.image_utils import load_image
 
 from headstart.chat.images import read_image
@@ -58,7 +59,8 @@ def test_rows_that_cannot_be_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(shared.parent / "0.png", tmp_path)
-    write(tmp_path, [{"messages": [*turns, answer(0)], **beside}, *[{"messages": [question("?"), answer(0)]}] * 4])
+    others = [{"messages": [question("?"), answer(0)]}] * 4
+    write_rows(tmp_path / "rows.jsonl", [{"messages": [*turns, answer(0)], **beside}, *others])
     data = load_recipe(shared, [f"data.train={tmp_path / 'rows.jsonl'}", "data.on_bad_row=error", "data.eval_rows=0"]).data
     tokenizer, images = readers
     assert said in refusal(load_data, data, tokenizer, 384, images=images, progress=False)
@@ -81,7 +83,7 @@ def test_what_takes_no_images_says_so(
     command: str, changes: list[str], said: str, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"messages": [question(picture(shared.parent / "0.png"), "What?"), answer(0)]}] * 5
-    write(tmp_path, rows)
+    write_rows(tmp_path / "rows.jsonl", rows)
     assert said in error_of(capsys, command, shared, f"data.train={tmp_path / 'rows.jsonl'}", "data.on_bad_row=error", *changes)
 
 

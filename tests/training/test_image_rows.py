@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_templates import write_rows
 from datasets import Dataset
 from image_models import make_image_model
 from PIL import Image
@@ -69,7 +70,7 @@ def make(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     processor = make_image_model(folder / "model", family)
     if family != "gemma3":
         monkeypatch.setattr(backbone_images, "load_processor", lambda path, trust_remote_code: processor)
-    write(folder, make_rows(folder))
+    write_rows(folder / "rows.jsonl", make_rows(folder))
     recipe = {
         "backbone": {"path": str(folder / "model"), "dtype": "fp32"},
         "drafter": {"kind": "eagle3", "depth": 2},
@@ -82,10 +83,6 @@ def make(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     (folder / "recipe.yaml").write_text(dump_yaml(recipe))
     return folder / "recipe.yaml"
-
-
-def write(folder: Path, rows: list[dict[str, Any]]) -> None:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -236,11 +233,11 @@ def test_a_server_is_asked_with_images(shared: Path, tmp_path: Path, capsys: pyt
         return status, answer | {"choices": [answer["choices"][0] | fields]}
 
     ask = [question("What", picture(name), "?"), answer(1), question("And", picture(as_data(name)), "three?"), answer(1)]
-    write(tmp_path, [{"messages": ask}])
+    write_rows(tmp_path / "rows.jsonl", [{"messages": ask}])
     with serving(reply) as server:
         how = [f"data.train={tmp_path / 'rows.jsonl'}", f"regenerate.out={out}", f"regenerate.endpoint={server.url}/v1"]
         assert main(["regenerate", str(shared), *how]) == 0
-        write(tmp_path, [{"messages": [question(picture("rows.jsonl"), "?")]}])
+        write_rows(tmp_path / "rows.jsonl", [{"messages": [question(picture("rows.jsonl"), "?")]}])
         assert main(["regenerate", str(shared), *how[:1], f"regenerate.out={tmp_path / 'no.jsonl'}", *how[2:]]) == 2
     assert "row 1: image rows.jsonl" in capsys.readouterr().err and len(server.asked) == 2, "nothing but images is sent"
     sent = [part for turn in server.asked[1]["messages"] if turn["role"] == "user" for part in turn["content"]]
@@ -278,7 +275,7 @@ def test_pictures_in_columns_are_those_in_files(kind: str, saved: str, shared: P
     where = tmp_path / ("rows.parquet" if saved == "parquet" else "rows")
     _ = table.to_parquet(where) if saved == "parquet" else table.save_to_disk(where)
     turns = [[question(picture(shared.parent / f"{i}.png"), f"\n{ask}"), answer(i)] for i, ask in enumerate(("What is two?", "And three?"))]
-    write(tmp_path, [{"messages": messages} for messages in turns])
+    write_rows(tmp_path / "rows.jsonl", [{"messages": messages} for messages in turns])
     found, wanted = (
         prepared(shared, tmp_path, f"data.train={path}", "data.eval_rows=0").feed.samples for path in (where, tmp_path / "rows.jsonl")
     )

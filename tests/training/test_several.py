@@ -19,7 +19,6 @@ from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import StepKey
 from headstart.training.objective.objective import on_policy_loss
 from headstart.training.recipe.recipe import Objective, load_recipe, to_yaml
-from headstart.training.recipe.yaml_text import dump_yaml, read_yaml
 from headstart.training.setup import prepare
 
 HEADS: list[dict[str, Any]] = [
@@ -34,13 +33,9 @@ FILES = {"eagle3": "model.safetensors", "wide": "medusa_lm_head.safetensors", "o
 STEPS = 8
 
 
-def make(folder: Path, **sections: dict[str, Any]) -> Path:
-    train = {"steps": STEPS, "batch_size": 4, "micro_batch": 2, **sections.pop("train", {})}
-    path = make_recipe(folder, 6, train=train, **{"eval": {"every": 4, "prompts": 1}, **sections})
-    recipe = read_yaml(path)
-    del recipe["drafter"]
-    path.write_text(dump_yaml({**recipe, "heads": HEADS}))
-    return path
+def make(folder: Path) -> Path:
+    train = {"steps": STEPS, "batch_size": 4, "micro_batch": 2}
+    return make_recipe(folder, 6, HEADS, train=train, eval={"every": 4, "prompts": 1})
 
 
 def weights(out: Path) -> dict[str, bytes]:
