@@ -8,7 +8,7 @@ import pytest
 from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
 from errors import error_of, refuses
 from published import shapes
-from test_regenerate import ask, rows_of, talker, turns  # noqa: F401
+from test_regenerate import rows_of, turns
 
 from headstart.chat.messages import read_messages
 from headstart.chat.prompts import Prompter, read_prompts
@@ -245,7 +245,7 @@ def test_prompts_are_read_alike(tmp_path: Path) -> None:
     assert prompts == [prompts[0]] * 4
 
 
-def test_prompts_are_regenerated(ask: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_prompts_are_regenerated(ask: Any, tmp_path: Path) -> None:
     how = ("regenerate.max_new_tokens=40", "regenerate.unfinished=keep")
     assert ask([{"messages": turns(ASKED, SAID)}], *how, out="talk.jsonl") == 0
     for row in ({"prompt": ASKED, "completion": SAID}, {"question": ASKED}):

@@ -1,9 +1,7 @@
 """``headstart regenerate`` from a server: requests, retries, concurrency, kept answers, and error messages."""
 
-import json
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +9,29 @@ import httpx2
 import pytest
 from chat_templates import make_tokenizer, read_rows
 from server import Reply, said, serving
+from test_regenerate import result
 
-from headstart.cli.main import main
 from headstart.support.post import Client, Passing
-from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.regenerate import endpoint
 
 CALL = {"id": "new", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-
-
-@pytest.fixture
-def ask(tmp_path: Path) -> Callable[..., int]:
-    """Run the command on the rows against the server."""
-
-    def ask(rows: list[dict[str, Any]], url: str, *overrides: str) -> int:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        recipe = {
-            "backbone": {"path": "some/model"}, "drafter": {"kind": "medusa"}, "data": {"train": str(tmp_path / "rows.jsonl")},
-            "save": {"dir": "out"}, "regenerate": {"out": str(tmp_path / "new.jsonl"), "endpoint": url},
-        }  # fmt: skip
-        (tmp_path / "recipe.yaml").write_text(dump_yaml(recipe))
-        return main(["regenerate", str(tmp_path / "recipe.yaml"), *overrides, "--json", str(tmp_path / "result.json")])
-
-    return ask
 
 
 def questions(count: int) -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]
 
 
-def result(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text())
-
-
 def echo(path: str, body: dict[str, Any]) -> Reply:
     return said(f"to {body['messages'][-1]['content']}")
 
 
-def test_a_server_is_asked_no_more_after_its_time(ask: Any, tmp_path: Path) -> None:
+def test_a_server_is_asked_no_more_after_its_time(ask_server: Any, tmp_path: Path) -> None:
     with serving(echo) as server:
-        assert ask(questions(500), server.url, "regenerate.hours=1e-6", "regenerate.concurrency=2") == 0
+        assert ask_server(questions(500), server.url, "regenerate.hours=1e-6", "regenerate.concurrency=2") == 0
     assert 0 < len(read_rows(tmp_path / "new.jsonl")) == 500 - result(tmp_path)["rows_not_asked"] < 500
 
 
-def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_by_turn_with_thoughts_tools_and_settings(ask_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     messages = [
         {"role": "system", "content": "Use tools"},
@@ -73,7 +50,7 @@ def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path,
     monkeypatch.setenv("MY_KEY", "secret")
     options = ("regenerate.api_key=MY_KEY", "regenerate.temperature=0.6", "regenerate.top_p=0.9", "regenerate.top_k=20")
     with serving(lambda path, body: script.pop(0)) as server:
-        assert ask([{"messages": messages, "tools": [tool]}], server.url + "/", *options, "regenerate.max_new_tokens=50") == 0
+        assert ask_server([{"messages": messages, "tools": [tool]}], server.url + "/", *options, "regenerate.max_new_tokens=50") == 0
     called = {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "old"}], "reasoning_content": "a tool"}
     four = {"role": "assistant", "content": "four", "reasoning_content": "it says 4"}
     expected = [*messages[:2], called, messages[3], four, messages[5], {"role": "assistant", "content": "Welcome"}]
@@ -88,7 +65,7 @@ def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path,
     assert (report["turns"], report["tokens"], report["rows_written"]) == (3, 9, 1) and "tau" not in report
 
 
-def test_busy_or_failing_servers_are_retried(ask: Any, tmp_path: Path) -> None:
+def test_busy_or_failing_servers_are_retried(ask_server: Any, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     failures: list[Reply] = [(429, "slow down"), (500, "oh"), (503, {"error": "loading"})]
 
@@ -98,7 +75,7 @@ def test_busy_or_failing_servers_are_retried(ask: Any, tmp_path: Path) -> None:
         return echo(path, body) if seen[question] == 4 else failures[seen[question] - 1]
 
     with serving(flaky) as server:
-        assert ask(questions(5), server.url, "regenerate.retries=3") == 0
+        assert ask_server(questions(5), server.url, "regenerate.retries=3") == 0
     assert set(seen.values()) == {4}
     assert [row["messages"][-1]["content"] for row in read_rows(tmp_path / "new.jsonl")] == [f"to question {i}" for i in range(5)]
     assert len({body["seed"] for body in server.asked}) == 5, "the same request again"
@@ -130,34 +107,34 @@ def test_waits_grow_and_follow_retry_after() -> None:
         ((400, "no such parameter"), "refused the first 20 rows, the last one with status 400: no such parameter"),
     ],
 )
-def test_it_gives_up_with_one_clear_line(ask: Any, tmp_path: Path, capsys: Any, reply: Reply, message: str) -> None:
+def test_it_gives_up_with_one_clear_line(ask_server: Any, tmp_path: Path, capsys: Any, reply: Reply, message: str) -> None:
     with serving(lambda path, body: reply) as server:
-        assert ask(questions(30), server.url, "regenerate.retries=2", "regenerate.concurrency=1") == 2
+        assert ask_server(questions(30), server.url, "regenerate.retries=2", "regenerate.concurrency=1") == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert message in error and server.url in error
         assert not (tmp_path / "new.jsonl").exists()
         server.reply = echo  # repaired
-        assert ask(questions(30), server.url, "regenerate.concurrency=4") == 0
+        assert ask_server(questions(30), server.url, "regenerate.concurrency=4") == 0
     assert len(read_rows(tmp_path / "new.jsonl")) == 30
 
 
-def test_an_unreachable_server(ask: Any, capsys: Any) -> None:
+def test_an_unreachable_server(ask_server: Any, capsys: Any) -> None:
     with serving(echo) as server:
         pass
-    assert ask(questions(2), server.url, "regenerate.retries=1") == 2
+    assert ask_server(questions(2), server.url, "regenerate.retries=1") == 2
     assert "gave no answer in 2 attempts, at last ConnectError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_requests_at_once_are_bounded_and_used(ask: Any, tmp_path: Path, most: int) -> None:
+def test_requests_at_once_are_bounded_and_used(ask_server: Any, tmp_path: Path, most: int) -> None:
     start = time.perf_counter()
     with serving(echo, seconds=0.03) as server:
-        assert ask(questions(12), server.url, f"regenerate.concurrency={most}") == 0
+        assert ask_server(questions(12), server.url, f"regenerate.concurrency={most}") == 0
     assert server.most_at_once == most and time.perf_counter() - start > 0.03 * 12 / most
     assert [row["row"] for row in read_rows(tmp_path / "new.jsonl")] == list(range(12))
 
 
-def test_truncated_too_long_and_refused_rows_are_told_apart(ask: Any, tmp_path: Path, capsys: Any) -> None:
+def test_truncated_too_long_and_refused_rows_are_told_apart(ask_server: Any, tmp_path: Path, capsys: Any) -> None:
     script = {
         "question 0": said("cut", "length"),
         "question 1": (400, {"error": {"message": "This model's maximum context length is 4096 tokens."}}),
@@ -166,7 +143,7 @@ def test_truncated_too_long_and_refused_rows_are_told_apart(ask: Any, tmp_path: 
         "question 4": said("fine", reasoning_content=None, tool_calls=[]),
     }
     with serving(lambda path, body: script[body["messages"][-1]["content"]]) as server:
-        assert ask(questions(5), server.url, "regenerate.model=theirs", "regenerate.concurrency=1") == 1
+        assert ask_server(questions(5), server.url, "regenerate.model=theirs", "regenerate.concurrency=1") == 1
     assert {body["model"] for body in server.asked} == {"theirs"}
     assert read_rows(tmp_path / "new.jsonl") == [
         {"row": 4, "messages": [*questions(5)[4]["messages"], {"role": "assistant", "content": "fine"}]}
@@ -178,7 +155,7 @@ def test_truncated_too_long_and_refused_rows_are_told_apart(ask: Any, tmp_path: 
     assert "refused (status 422: roles must alternate)" in capsys.readouterr().err
 
 
-def test_texts_are_completed(ask: Any, tmp_path: Path) -> None:
+def test_texts_are_completed(ask_server: Any, tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "config.json").write_text('{"model_type": "llama"}')
     text = "What is two and two? It is four."
@@ -187,7 +164,7 @@ def test_texts_are_completed(ask: Any, tmp_path: Path) -> None:
         return 200, {"choices": [{"text": " and on", "finish_reason": "length"}], "usage": None}
 
     with serving(complete) as server:
-        assert ask([{"text": text}], server.url, f"backbone.path={tmp_path / 'tokenizer'}", "regenerate.prompt_tokens=4") == 0
+        assert ask_server([{"text": text}], server.url, f"backbone.path={tmp_path / 'tokenizer'}", "regenerate.prompt_tokens=4") == 0
     prompt = server.asked[0]["prompt"]
     assert text.startswith(prompt) and 0 < len(prompt) < len(text) and server.asked[0]["model"] == str(tmp_path / "tokenizer")
     assert read_rows(tmp_path / "new.jsonl") == [{"row": 0, "text": f"{prompt} and on"}]

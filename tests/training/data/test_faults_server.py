@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from chat_templates import read_rows
 from server import in_thread
-from test_endpoint import ask, questions  # noqa: F401
+from test_endpoint import questions
 
 from headstart.support import post
 from headstart.training.regenerate import endpoint
@@ -139,31 +139,31 @@ def require_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_fault_that_passes(ask: Any, tmp_path: Path, name: str) -> None:  # noqa: F811
+def test_a_fault_that_passes(ask_server: Any, tmp_path: Path, name: str) -> None:
     """The third request meets it."""
     with serving(lambda number: PASSING[name] if number == 2 else right) as server:
-        assert ask(SIX, server.url, *HOW) == 0
+        assert ask_server(SIX, server.url, *HOW) == 0
         assert server.asked == (6 if name == "slow" else 7)
     require_all(tmp_path)
 
 
-def test_an_answer_that_comes_together_with_a_fault_is_kept(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_an_answer_that_comes_together_with_a_fault_is_kept(ask_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def faults_first(futures: Any, return_when: str) -> Any:
         return sorted(wait(futures).done, key=lambda future: future.exception() is None), set()
 
     monkeypatch.setattr(endpoint, "wait", faults_first)  # two at a time: the third request is answered, the fourth meets the fault
     with serving(lambda number: right if number < 3 else LASTING["array"]) as server:
-        assert ask(SIX, server.url, *HOW) == 2
+        assert ask_server(SIX, server.url, *HOW) == 2
         server.script = lambda number: right
-        assert ask(SIX, server.url, *HOW) == 0 and server.asked == 4 + 3
+        assert ask_server(SIX, server.url, *HOW) == 0 and server.asked == 4 + 3
 
 
 @pytest.mark.parametrize("name", [*(name for name in PASSING if name != "slow"), *LASTING])
-def test_a_fault_that_stays_ends_the_run_and_the_next_one_goes_on(ask: Any, tmp_path: Path, capsys: Any, name: str) -> None:  # noqa: F811
+def test_a_fault_that_stays_ends_the_run_and_the_next_one_goes_on(ask_server: Any, tmp_path: Path, capsys: Any, name: str) -> None:
     manner = (PASSING | LASTING)[name]
     start = time.monotonic()
     with serving(lambda number: right if number < 3 else manner) as server:
-        assert ask(SIX, server.url, *HOW) == 2
+        assert ask_server(SIX, server.url, *HOW) == 2
         said = capsys.readouterr().err
         [line] = [line for line in said.splitlines() if line.startswith("error")]
         assert "Traceback" not in said and server.url in line
@@ -171,6 +171,6 @@ def test_a_fault_that_stays_ends_the_run_and_the_next_one_goes_on(ask: Any, tmp_
         assert time.monotonic() - start < 15, "bounded by timeout and retries"
         assert not (tmp_path / "new.jsonl").exists()
     with serving(lambda number: right) as another:  # with the same model
-        assert ask(SIX, another.url, *HOW) == 0
+        assert ask_server(SIX, another.url, *HOW) == 0
         assert another.asked == 3, "what was answered is not asked again"
     require_all(tmp_path)

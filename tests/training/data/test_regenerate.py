@@ -2,31 +2,22 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, GEMMA, make_chat_model
+from chat_templates import CHATML, GEMMA
 from chat_templates import read_rows as rows_of
 
-from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.support.files import locked
 from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data, load_recipe
-from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.regenerate.items import Conversation, read_items
 from headstart.training.regenerate.partial import PartialFile
 
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=24")
 QUESTIONS = ["What is two?", "And three?", "Hi there", "Is it four?", "Six or two?", "What is it?"]
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backbone with a chat template whose answers end after about ten tokens, since one token in ten ends them."""
-    return make_chat_model(tmp_path_factory.mktemp("talker"), num_hidden_layers=3, max_position_embeddings=192)
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:
@@ -38,24 +29,6 @@ def dialogues(count: int = 9) -> list[dict[str, Any]]:
     """Conversations of one to three questions, one of which appears twice."""
     rows = [{"messages": turns(*(text for q in QUESTIONS[: 1 + i % 3] for text in (f"{q} {i}", "old")))} for i in range(count - 1)]
     return [*rows, rows[0]]
-
-
-@pytest.fixture
-def ask(talker: Path, tmp_path: Path) -> Callable[..., int]:
-    """Run the command on the rows, with the overrides."""
-
-    def ask(rows: list[dict[str, Any]] | None, *overrides: str, out: str = "new.jsonl") -> int:
-        if rows is not None:
-            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        recipe = {
-            "backbone": {"path": str(talker)}, "drafter": {"kind": "medusa", "depth": 2},
-            "data": {"train": str(tmp_path / "rows.jsonl")}, "save": {"dir": str(tmp_path / "out")},
-        }  # fmt: skip
-        (tmp_path / "recipe.yaml").write_text(dump_yaml(recipe))
-        command = ["regenerate", str(tmp_path / "recipe.yaml"), f"regenerate.out={tmp_path / out}", *overrides]
-        return main([*command, "--json", str(tmp_path / "result.json")])
-
-    return ask
 
 
 def result(folder: Path) -> dict[str, Any]:

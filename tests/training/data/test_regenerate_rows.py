@@ -10,8 +10,7 @@ import pytest
 import torch
 from server import StatesServer, said, serving, states_server
 from small_run import make_recipe, prepared
-from test_endpoint import ask as ask_server  # noqa: F401
-from test_regenerate import ask, dialogues, result, rows_of, talker  # noqa: F401
+from test_regenerate import dialogues, result, rows_of
 from watched import watched
 
 from headstart.cli.main import main
@@ -25,7 +24,7 @@ from headstart.training.features.cached import CachedFeatures
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=120")
 
 
-def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = dialogues(12)
     assert ask(rows, *SAMPLED, out="whole.jsonl") == 0
     step, count = Decoder.step, iter(range(10_000))
@@ -46,7 +45,7 @@ def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, m
     assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_progress_is_shown_from_the_first_step(ask: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:  # noqa: F811
+def test_progress_is_shown_from_the_first_step(ask: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(terminal, "FILE_SECONDS", 0.0)
     assert ask(dialogues(9), *SAMPLED) == 0
     states = re.findall(r"(\d)/9 \[[\d:]+<([\d:?]+),[^],]*(, [\d,]+ tokens/s)?\]", capsys.readouterr().err)
@@ -55,7 +54,7 @@ def test_progress_is_shown_from_the_first_step(ask: Any, monkeypatch: pytest.Mon
     assert any(rows not in "09" and left != "?" for rows, left, _ in states)
 
 
-def test_unfinished_answers_are_kept_if_asked_for(ask: Any, tmp_path: Path, capsys: Any) -> None:  # noqa: F811
+def test_unfinished_answers_are_kept_if_asked_for(ask: Any, tmp_path: Path, capsys: Any) -> None:
     """A kept one is what was written until then, and the last of its conversation."""
     rows, short = dialogues(), ("regenerate.temperature=1", "regenerate.max_new_tokens=7")
     assert ask(rows, *SAMPLED, out="long.jsonl") == ask(rows, *short, out="dropped.jsonl") == 0
@@ -82,7 +81,7 @@ def test_unfinished_answers_are_kept_if_asked_for(ask: Any, tmp_path: Path, caps
     assert "regenerate.unfinished is one of 'drop', 'keep'; got 'cut'" in capsys.readouterr().err
 
 
-def test_unfinished_answers_of_a_server_are_kept_too(ask_server: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_unfinished_answers_of_a_server_are_kept_too(ask_server: Any, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}]
     answers = iter([said("cut", "length"), said(None, "length"), said("cut", "length")])
     with serving(lambda path, body: next(answers)) as server:
@@ -93,13 +92,13 @@ def test_unfinished_answers_of_a_server_are_kept_too(ask_server: Any, tmp_path: 
         assert ask_server(rows, server.url) == 2
 
 
-def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = watched(monkeypatch, ProposerSource, "draft", lambda self, rows, *_: len(rows.roots))
     assert ask(dialogues(20), *SAMPLED, "regenerate.batch_size=20") == 0
     assert drafted and max(drafted) <= MAX_PROPOSER_ROWS < 20, "they do again for the last rows"
 
 
-def test_several_answers_to_each_row(ask: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_several_answers_to_each_row(ask: Any, tmp_path: Path) -> None:
     """Each is what one more equal row would get; another seed gives others."""
     rows = dialogues(3)
     assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=24", "regenerate.samples=2") == 0
