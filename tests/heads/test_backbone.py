@@ -130,11 +130,6 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-def change_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def test_load_backbone(saved: Path) -> None:
     on = load_backbone(str(saved), device="cpu")
     assert on.dtype == torch.float32 and torch.equal(on.read(texts(1, 9)).hidden_BTD, backbone("llama").read(texts(1, 9)).hidden_BTD)
@@ -195,7 +190,8 @@ def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_repositorys_code_runs_only_when_told(folder: Path) -> None:
-    change_config(folder, model_type="homemade", auto_map={"AutoConfig": "payload.C", "AutoModelForCausalLM": "payload.M"})
+    code = {"model_type": "homemade", "auto_map": {"AutoConfig": "payload.C", "AutoModelForCausalLM": "payload.M"}}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | code))
     (folder / "payload.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\n")
     assert "trust_remote_code" in refused(folder)
     assert not (folder / "ran").exists()
