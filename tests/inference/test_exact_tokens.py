@@ -8,7 +8,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from chat_templates import CHATML, MANY_ENDS, QWEN3, make_chat_model, make_chat_recipe, make_samples, make_tokenizer, read_rows, write_rows
-from errors import refusal
 from server import Reply, said, serving
 from watched import watched
 
@@ -47,26 +46,6 @@ def test_the_files_that_others_write(tmp_path: Path) -> None:
         splits = load_data(Data(train=str(tmp_path / name), eval_rows=1), make_tokenizer(CHATML), 4096, progress=False)
         assert [one.tokens.tolist() for one in (*splits.train, *splits.eval)] == [IDS, IDS] and splits.stats.label_tokens == 2
         assert splits.check is None, "there is no text to compare with"
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"input_ids": IDS}, "x.jsonl, row 1 has input_ids without loss_mask; add it (1 for tokens to learn), or set data.loss_on=all"),
-        ({"input_ids": IDS, "loss_mask": MASK[1:]}, "row 1: loss_mask is a list of zeros and ones, one for each of the 5 tokens"),
-        ({"input_ids": IDS, "loss_mask": [0, 0, 2, 1, 0]}, "loss_mask is a list of zeros and ones"),
-        ({"input_ids": IDS, "loss_mask": "00110"}, "got str"),
-        ({"input_ids": [5, "6"], "loss_mask": [0, 1]}, "input_ids is a list of token ids, whole numbers of at least 0; got [5, '6']"),
-        ({"input_ids": [5, -6], "loss_mask": [0, 1]}, "got [5, -6]"),
-        ({"input_ids": [5, True], "loss_mask": [0, 1]}, "got [5, True]"),
-        ({"input_ids": "5 6", "loss_mask": [0, 1]}, "got '5 6'"),
-        ({"input_ids": [IDS, IDS], "loss_mask": [MASK]}, "row 1: input_ids has 2 samples and loss_mask 1; give as many"),
-        ({"input_ids": IDS, "labels": [6, 7, 8, 9, -100]}, "labels is a list of the tokens of input_ids, or -100 for those not to learn"),
-        ({"input_ids": IDS, "loss_mask": [0] * 5}, "no label tokens in x.jsonl"),
-    ],
-)
-def test_wrong_rows_are_named(row: dict[str, Any], message: str) -> None:
-    assert message in refusal(made, [row])
 
 
 def trained_on(folder: Path, model: Path, *overrides: str) -> Samples:

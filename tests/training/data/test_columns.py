@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
-from errors import error_of, refuses
+from errors import error_of
 from published import shapes
 from test_regenerate import rows_of, turns
 
@@ -47,24 +47,6 @@ def test_text_stays_text_where_the_recipe_says_so_or_it_is_no_conversation() -> 
     assert all(all(mask) for _, mask in as_text) and as_text != tokens_of([{"messages": TALK}])
     for text in ("[1] A footnote.", '[{"name": "x"}]', "[INST] Hello [/INST]", "[", '{"role": "x"}'):
         assert all(all(mask) for _, mask in tokens_of([{"text": text + " and so on"}]))
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"messages": "Two and two? Four."}, "row 1: a conversation is a list of turns, .*; data.format=text trains on plain text"),
-        ({"messages": str(TALK)}, "row 1: not valid JSON: .*; write it with json.dumps, not as Python prints it"),
-        ({"messages": TEXT[:-9]}, "row 1: not valid JSON"),
-        ({"text": str(TALK)}, "row 1: not valid JSON"),
-        ({"messages": TALK, "tools": "search"}, "row 1: tools are a list of mappings, or JSON text of one; got 'search'"),
-        ({"messages": TALK, "tools": "[{]"}, "row 1, tools: not valid JSON"),
-        ({"conversations": [*SHAREGPT, {"from": "function_call", "value": "add(1)"}]}, "row 1, turn 2, its call: not valid JSON"),
-        ({"conversations": [*SHAREGPT, {"from": "function_call", "value": '{"a": 1}'}]}, "turn 2: a call is a mapping with name and argum"),
-        ({"conversations": [*SHAREGPT, {"from": "function_call", "value": None}]}, "turn 2: a call is a mapping with name"),
-    ],
-)
-def test_what_is_neither_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
-    refuses(message, tokens_of, [row])
 
 
 def test_the_format_and_the_column_are_not_guessed_from_the_first_row() -> None:
