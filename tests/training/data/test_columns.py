@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
-from errors import error_of
 from published import shapes
 from test_regenerate import rows_of, turns
 
@@ -212,11 +211,6 @@ def test_what_is_no_pair_is_as_before_and_errors_name_both_columns() -> None:
     rows: list[dict[str, Any]] = [{"question": ASKED, "answer": SAID}] * 150
     bad = sound_rows([*rows, {"question": ASKED, "answer": None}], Data(train="x"), "x")[1]
     assert bad.bad_row == "x, row 151 has no answer; it has question, answer"
-
-
-def test_both_ways_to_name_columns_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change = ["data.columns={prompt: a, completion: b}", "data.column=c"]
-    assert "data.columns stands in place of data.column" in error_of(capsys, "inspect", "recipes/quickstart/eagle3.yaml", *change)
 
 
 def test_prompts_are_read_alike(tmp_path: Path) -> None:

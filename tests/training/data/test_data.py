@@ -20,7 +20,6 @@ from headstart.training.data.data import Sample, count_labels, hold_out, load_da
 from headstart.training.data.rows import read_rows
 from headstart.training.features.caching import write_cache
 from headstart.training.recipe.recipe import Data, Eval, Train, load_recipe, to_dict, to_yaml
-from headstart.training.regenerate.regenerate import write_answers
 
 ROWS = [{"text": f"It is {word}."} for word in ("two", "three", "fünf", "six")]
 
@@ -260,9 +259,3 @@ def test_a_mix_trains_and_reads_its_cache(tmp_path: Path, capsys: pytest.Capture
     write_cache(load_recipe(recipe, cached), False)
     assert main([recipe, *cached, "train.steps=6"]) == 0
     assert [line["loss"] for line in read_log(tmp_path / "cached") if "loss" in line] == pytest.approx(losses, rel=1e-4)
-
-
-def test_regenerating_a_mix_is_refused(tmp_path: Path) -> None:
-    recipe = load_recipe(make_recipe(tmp_path), ["data.train=[a.jsonl, b.jsonl]", f"regenerate.out={tmp_path / 'answers.jsonl'}"])
-    with pytest.raises(UserError, match=r"data.train mixes 2 datasets.*one at a time"):
-        write_answers(recipe)

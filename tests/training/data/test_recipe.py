@@ -195,6 +195,7 @@ LORA = "backbone.lora={rank: 2}"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (["data.columns={prompt: a, completion: b}", "data.column=c"], "data.columns stands in place of data.column"),
         ([ON_POLICY, "cache.dir=x"], "objective.on_policy needs the backbone, which does not run with cache.dir='x'"),
         (["drafter={}", "heads=[{kind: eagle3, objective: {on_policy: 1}}]", "cache.dir=x"], "heads.eagle3: objective.on_policy needs the"),
         ([ON_POLICY], f"{ON_POLICY}: what medusa drafts does not depend on its own proposals, so it learns nothing"),
