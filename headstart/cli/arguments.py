@@ -15,7 +15,7 @@ from headstart.support.config import MAX_BATCH, MAX_DEPTH, MAX_NODES, MAX_SEED, 
 from headstart.support.hub import HEADS
 
 DEBUG = "--debug"
-PROPOSERS = ("suffix", "recycling", "history")
+PROPOSERS, NO_PROPOSERS = ("suffix", "recycling", "history"), "none"
 MAX_COUNT = (1 << 63) - 1
 
 
@@ -74,7 +74,8 @@ def add_recipe(parser: argparse.ArgumentParser, about: str) -> None:
 
 
 def add_one_text(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the commands that write one text at a time."""
+    """Arguments of the commands that write one text at a time; ``usual``: their proposers beside heads, if none were requested."""
+    parser.set_defaults(usual=["suffix"])
     heads = f"heads to draft with: a folder, a hub id, or those that ship: {', '.join(HEADS)} (default: autoregressive decoding)"
     parser.add_argument("--heads", metavar="DIR", help=heads)
     parser.add_argument("--no-draft", action="store_true", help="decode without heads: the same text (transformers' own generate: in fp32)")
@@ -111,16 +112,14 @@ class _DebugHead(argparse.Action):
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
     """Arguments of every command that decodes."""
-    about = f"draft with n-gram proposers too: any of {', '.join(PROPOSERS)}"
-    parser.add_argument("--propose", action="extend", nargs="+", choices=PROPOSERS, metavar="NAME", help=about)
+    about = f"draft with n-gram proposers too: {', '.join(PROPOSERS)}; or none (generate, chat with heads on a CPU: suffix)"
+    parser.add_argument("--propose", action="extend", nargs="+", choices=(*PROPOSERS, NO_PROPOSERS), metavar="NAME", help=about)
     parser.add_argument("--draft-model", metavar="MODEL", help="draft with this smaller model of the same vocabulary too")
     parser.add_argument("--early-exit", type=count(1), metavar="E", help="draft with the backbone's first E layers too")
     about = "limit the heads' KV cache to the last N positions and a few sink tokens (default: unlimited)"
     parser.add_argument("--draft-window", type=count(1), metavar="N", help=about)
-    about = "sink tokens kept beside --draft-window (4)"
-    parser.add_argument("--num-sink-tokens", type=count(0), metavar="N", help=about)
-    about = "keep the heads' KV cache in host memory between drafts"
-    parser.add_argument("--offload-draft-kv", action="store_true", help=about)
+    parser.add_argument("--num-sink-tokens", type=count(0), metavar="N", help="sink tokens kept beside --draft-window (4)")
+    parser.add_argument("--offload-draft-kv", action="store_true", help="keep the heads' KV cache in host memory between drafts")
     add_model(parser)
     about = "an image that the prompt (bench: every prompt) is about: a local file or data: URL; may be repeated (needs headstart[images])"
     parser.add_argument("--image", action="append", metavar="FILE", help=about)

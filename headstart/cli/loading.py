@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from headstart.chat.prompts import Prompter, require_prompts
 from headstart.chat.template import ChatSettings
+from headstart.cli.arguments import NO_PROPOSERS
 from headstart.heads.backbone.adapter import find_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.model_config import WITH_IMAGES, end_tokens, read_end_tokens, read_sizes
@@ -127,7 +128,9 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
         find_drafter(args.head_module)
     if (sink := args.num_sink_tokens) is not None and args.draft_window is None:
         raise UserError(f"--num-sink-tokens {sink} needs --draft-window N, without which the KV cache is not limited; add it")
-    proposers: list[str | Proposer | Drafter] = list(args.propose or [])
+    adaptive = path is not None and backbone.device.type == "cpu" and tree_of(args.nodes, args.width, args.depth) == "auto"
+    named = args.propose or (vars(args).get("usual", []) if adaptive else [])
+    proposers: list[str | Proposer | Drafter] = [name for name in named if name != NO_PROPOSERS]
     if args.draft_model:
         from headstart.heads.draft_model import load_draft_model  # here, since few need it
 
@@ -143,7 +146,7 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
 
 def drafts_untrained(args: argparse.Namespace) -> bool:
     """Return True if a source that drafts without training was requested."""
-    return bool(args.propose or args.draft_model or args.early_exit)
+    return bool({*(args.propose or ())} - {NO_PROPOSERS} or args.draft_model or args.early_exit)
 
 
 def tree_of(nodes: int | None, width: int | None, depth: int | None) -> TreeSize:
@@ -170,8 +173,7 @@ def model_of(args: argparse.Namespace, style: bool | None) -> tuple[str, Prompte
 
 def settings_of(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> Settings:
     """Decoding settings of the commands that write one text at a time."""
-    tree = tree_of(args.nodes, args.width, args.depth)
-    return Settings(args.max_new_tokens, args.temperature, args.top_k, args.top_p, stop, tree)
+    return Settings(args.max_new_tokens, args.temperature, args.top_k, args.top_p, stop, tree_of(args.nodes, args.width, args.depth))
 
 
 def grammar_of(args: argparse.Namespace, backbone: Backbone, tokenizer: PreTrainedTokenizerBase) -> LogitsProcessorList:

@@ -229,14 +229,13 @@ def _log(error: Exception, folder: Path | None) -> Path | None:
     """Write the traceback into ``folder``, if it is there, or below the cache folder; returns the file, or None if neither works."""
     home = cache_folder() / "failures"
     text = "".join(traceback.format_exception(error))
-    command = " ".join(map(repr, sys.argv))
     for place in ([folder] if folder is not None and folder.is_dir() else []) + [home]:
         try:
             place.mkdir(parents=True, exist_ok=True)
             name = time.strftime("failure-%Y%m%d-%H%M%S-")
             handle, file = tempfile.mkstemp(".txt", name, place)  # private: tracebacks may hold parts of prompts
             with open(handle, "w", encoding="utf-8", errors="backslashreplace") as log:
-                log.write(f"headstart {__version__}, Python {sys.version.split()[0]}\n{command}\n\n{text}")
+                log.write(f"headstart {__version__}, Python {sys.version.split()[0]}\n{' '.join(map(repr, sys.argv))}\n\n{text}")
             return Path(file)
         except OSError:
             continue

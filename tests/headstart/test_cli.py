@@ -1,5 +1,6 @@
 """The command ``headstart``: its output, its reports, and one line for every error."""
 
+import argparse
 import json
 import re
 import shutil
@@ -15,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
 from headstart.chat.prompts import Prompter, read_prompts
+from headstart.cli.generate import add_generate
+from headstart.cli.loading import drafting_heads, heads_of
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
@@ -114,6 +117,19 @@ def test_generate_streams_what_heads_write(house, tmp_path, capsys):
     assert printed.err.startswith(f"mean acceptance length (tau) {report['tau']:.2f}") and f"{report['tokens']} tokens" in printed.err
     assert main(["generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "16", "--echo"]) == 0
     assert capsys.readouterr().out == f"What is two?{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [("", ["suffix"]), ("--propose none", []), ("--propose recycling", ["recycling"]), ("--nodes 9", []), ("--no-draft", [])],
+)
+def test_heads_draft_with_n_grams_of_the_text_unless_told_otherwise(house: Path, more: str, named: list[str]) -> None:
+    """In adaptive trees, which leave out what does not pay."""
+    add_generate(parser := argparse.ArgumentParser())
+    args = parser.parse_args(["--heads", "medusa", "What is two?", *more.split()])
+    backbone, tokenizer = load_backbone("backbone"), load_tokenizer("backbone")
+    heads = heads_of(drafting_heads(args, backbone), backbone, tokenizer, args)
+    assert [proposer.name for proposer in heads.proposers] == named and (heads.drafter is None) == ("--no-draft" in more)
 
 
 def test_sampling_is_governed_by_the_seed_and_nothing_else(house, tmp_path, capsys):
