@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.chat.conversation import Chat
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import Evaluation, frozen
+from headstart.heads.backbone.probes import PREPARES, prepares_itself
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import AGAIN, chat_of, load_drafter, read_metadata, recipe_section
@@ -163,6 +164,8 @@ class SpeculativeModel:
         require_sides(request, self.backbone)
         if request.images and self.drafters and not self.seen_images:
             warn_once("these heads have seen no images in training: after them fewer drafts may be accepted, and the text is the same")
+        if prepares_itself(model):
+            warn_once(f"{type(model).__name__} has a {PREPARES} of its own, which is not asked here: what it changes is not in the text")
         if request.beams is not None and (reason := self.backbone.no_trees or self.backbone.dependence) is not None:
             raise UserError(f"beams share passes, where {reason}; allowed: num_beams=1")
         if self.backbone.dependence is not None:

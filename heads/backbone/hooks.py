@@ -70,6 +70,12 @@ def hooks(modules: Iterable[nn.Module]) -> list[int]:
     return [number for module in modules for part in module.modules() for number in hooks_on(part)]
 
 
+def is_passing(part: nn.Module) -> bool:
+    """Whether calls change the buffers of a module: rotary frequencies that depend on the length of a text."""
+    kinds = getattr(part, "rope_type", None)
+    return not {"dynamic", "longrope"}.isdisjoint(kinds.values() if isinstance(kinds, dict) else {kinds})
+
+
 def is_foreign(part: nn.Module) -> bool:
     """Whether a module, not what is in it, computes by code that is neither torch's nor transformers'."""
     weight = part._parameters.get("weight")
@@ -117,7 +123,7 @@ def find_dependence(model: PreTrainedModel) -> str | None:
             found = [module(rows_TD.expand(ROWS, -1).to(embedded)[None]) for rows_TD in (own_1D, own_1D, among_TD)]
         if not found or not all(isinstance(state, Tensor) and state.shape[:2] == (1, ROWS) for state in found):  # a router gives its choice
             continue
-        alone_D, again_D, beside_D = (state[0, ROWS // 2].float() for state in found)
+        alone_D, again_D, beside_D = (state[0, ROWS // 2].float().masked_fill(state[0, ROWS // 2].isinf(), 0) for state in found)
         share = float((beside_D - alone_D).norm() / alone_D.norm())
         if not share <= max(DEPENDS, 3 * float((again_D - alone_D).norm() / alone_D.norm())):
             return (

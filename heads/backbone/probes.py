@@ -144,9 +144,10 @@ def pass_refusal(
     return f"{type(model).__name__} has layers or hooks of your own that compute a token otherwise where {unlike[0]}" if unlike else None
 
 
-def off(states_1D: Tensor, others_1D: Tensor) -> float:
-    """Return the largest difference, as a share of the largest of the latter states; 0 of fake tensors, which have no values."""
-    return float((states_1D - others_1D).abs().max().item() / max(others_1D.abs().max().item(), 1e-30))
+def off(states: Tensor, others: Tensor) -> float:
+    """Return the largest difference, as a share of the largest of the latter; 0 of equal -inf, and of fake tensors, without values."""
+    difference, largest = torch.where(states == others, 0, states - others).abs().max(), others.masked_fill(others.isinf(), 0).abs().max()
+    return float(difference.item() / max(largest.item(), 1e-30))
 
 
 TRAINABLE = "train and export only, engines decode with the heads"
@@ -195,8 +196,8 @@ def find_postprocessing(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
         by, most = (float(getattr(config, rule.split(" ")[0], None) or 0) for rule in (scale, cap))
         if (by or scale == "none") and (most or cap == "none"):
             rules.append(partial(scaled, SCALES[scale], by, most))
-    best = min(rules, key=lambda rule: (rule(raw).float() - logits.float()).abs().max().item())
-    if (best(raw).float() - logits.float()).abs().max().item() > 2e-2 * logits.abs().max().item():
+    best = min(rules, key=lambda rule: off(rule(raw).float(), logits.float()))
+    if off(best(raw).float(), logits.float()) > (1e-3 if logits.dtype == torch.float32 else 2e-2):
         known = ", ".join([*SCALES, *CAPS[1:]])
         raise UserError(f"{name} changes its logits in an unknown way (transformers {transformers.__version__}); known rules: {known}")
     return best
@@ -231,6 +232,16 @@ def require_same_parts(model: PreTrainedModel, parts: tuple[nn.Module, ...], voc
             "hooks on the model as a whole are not called: passes run its decoder and its output layer; put them on model.base_model, its "
             "layers or the output layer, or remove them"
         )
+
+
+PREPARES, OURS = "prepare_inputs_for_generation", ("transformers", "peft", "accelerate")
+
+
+def prepares_itself(model: PreTrainedModel) -> bool:
+    """True if code of the user's own prepares what each pass of transformers' loop reads, which passes here do not ask."""
+    own = vars(model).get(PREPARES)
+    code = type(getattr(own, "__self__", own)) if own is not None else next(kind for kind in type(model).__mro__ if PREPARES in vars(kind))
+    return code.__module__.partition(".")[0] not in OURS
 
 
 def base_of(model: PreTrainedModel) -> nn.Module:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.hooks import hooks
+from headstart.heads.backbone.hooks import hooks, is_passing
 from headstart.heads.layers.rows import FixedMemory
 from headstart.inference.capture.captured import PATIENCE, Captured, warn_once
 from headstart.inference.capture.plugin import LACKING, Backend, Collect, Compiled, Function, plugin, required
@@ -173,8 +173,9 @@ HOOKED = "forward hooks of your own are on the model, which a capture would not 
 
 def dependencies(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Return what captures of these modules depend on, but for changes through ``.data``."""
-    weights = [(weight.data_ptr(), version(weight)) for module in modules for weight in module.parameters()]
-    return (*weights, *hooks(modules))
+    parts = [part for module in modules for part in module.modules()]
+    held = [tensor for part in parts for tensor in (*part._parameters.values(), *(() if is_passing(part) else part._buffers.values()))]
+    return (*((tensor.data_ptr(), version(tensor)) for tensor in held if tensor is not None), *hooks(modules))
 
 
 def version(weight: Tensor) -> int:

@@ -9,8 +9,12 @@ that starts from a hash of seed and position. Shape suffixes: B rows, P position
 
 from __future__ import annotations
 
+from operator import index
+
 import torch
 from torch import Tensor
+
+from headstart.support.errors import UserError
 
 GOLDEN = 0x9E3779B97F4A7C15
 BLOCK_POSITIONS = 16
@@ -88,12 +92,14 @@ class NoiseBuffer:
 def row_seeds(seed: int | list[int] | None, rows: int, device: torch.device) -> Tensor:
     """One int64 seed per row ``[B]``: ``seed + i`` for row i of an int seed; None draws from torch's default generator.
 
-    Raises ValueError if a list does not have one entry per row.
+    Raises UserError (a ValueError) for other kinds of seeds, and if a list does not have one entry per row.
     """
-    if isinstance(seed, list):
-        if len(seed) != rows:
-            raise ValueError(f"seed has {len(seed)} entries for {rows} rows; give one a row, or one int for all")
-        return torch.tensor([_signed(s & (1 << 64) - 1) for s in seed], device=device)
     if seed is None:
         return torch.randint(-(1 << 63), (1 << 63) - 1, (rows,)).to(device)
-    return torch.tensor([_signed(seed + i & (1 << 64) - 1) for i in range(rows)], device=device)
+    try:
+        seeds = [index(one) for one in seed] if isinstance(seed, list) else [index(seed) + i for i in range(rows)]
+    except TypeError:
+        raise UserError(f"seed is a whole number, or a list of one a row; got {seed!r}") from None
+    if len(seeds) != rows:
+        raise UserError(f"seed has {len(seeds)} entries for {rows} rows; give one a row, or one int for all")
+    return torch.tensor([_signed(one & (1 << 64) - 1) for one in seeds], device=device)

@@ -26,7 +26,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as known
 
 from headstart.heads.own_readout import largest
-from headstart.inference.engine.known_processors import is_blind, is_stateless, of_row
+from headstart.inference.engine.known_processors import STATELESS, is_blind, is_stateless, of_row
 from headstart.inference.engine.tree import CandidateTree
 
 MOST_LEFT = 64
@@ -163,6 +163,8 @@ class Processing:
         self._alike = all(processor is other for of in self._by_row for processor, other in zip(of, processors, strict=True))
         """True if no processor goes by row numbers."""
         self.blind = not stateful and all(is_blind(processor) for processor in processors)
+        self.choosy = any(type(processor) not in STATELESS for processor in processors)
+        """True if one is the user's own, and may refuse a text that its earlier answers rule out."""
 
     @property
     def repeatable(self) -> bool:
@@ -203,8 +205,20 @@ class Processing:
         for b, history in enumerate(histories):
             for n, ids_T in enumerate(_node_histories(history.ids_T, tree, b)):
                 alike.setdefault((len(ids_T), 0 if self._alike else history.row), []).append((b, n, ids_T))
-        out_BNV = scores_BNV.clone()  # padding nodes keep their raw scores
-        for (_, row), group in alike.items():
+        out_BNV = scores_BNV.clone()  # padding, and nodes that no pick can reach, keep raw scores
+        left_out = set[tuple[int, int]]()
+
+        def is_reached(b: int, n: int, ids_T: Tensor) -> bool:
+            if not n or tree is None or not self.choosy:
+                return True
+            parent, written = tree.parents[b][n], ids_T[len(histories[b].prompt_T) :].tolist()
+            reached = (b, parent) not in left_out and allowed(out_BNV[b, parent], written[-1]) and not histories[b].ends(written)
+            left_out.update(() if reached else {(b, n)})
+            return reached
+
+        for (_, row), nodes_there in sorted(alike.items(), key=lambda item: item[0]):  # shorter texts first
+            if not (group := [one for one in nodes_there if is_reached(*one)]):
+                continue
             rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
             ids_RT, scores_RV = torch.stack([ids_T for _, _, ids_T in group]), scores_BNV[rows, nodes]
             for processor in self.processors if self._alike else self._by_row[row]:

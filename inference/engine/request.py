@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
@@ -183,6 +184,8 @@ def read_request(
     pads = [0] * len(ids_BT) if mask is None else (mask == 0).sum(1).tolist()
     if mask is not None and any(bool((mask[b, :pad] != 0).any()) for b, pad in enumerate(pads)):
         raise UserError("attention_mask hides positions that are not at a row's left end; pad on the left (tokenizer.padding_side='left')")
+    if (empty := [b for b, pad in enumerate(pads) if pad == ids_BT.shape[1]]) and ids_BT.shape[1]:
+        raise UserError(f"the prompt of row {empty[0]} has no token (attention_mask is 0); give it a first token, or leave the row out")
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     if not lengths and not any(True for c in criteria if type(c) is not EosTokenCriteria):
         raise UserError("no stopping criterion; give max_new_tokens or max_length")
@@ -224,8 +227,10 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
         allowed = ", ".join(str(kind) for kind in CACHES)
         raise UserError(f"cache_implementation={config.cache_implementation!r} is not supported; allowed: {allowed}")
     past = model_kwargs.get(CACHE)
-    if past is not None and type(past) is not DynamicCache and past.get_seq_length() > 0:
-        raise UserError(f"{CACHE} is a {type(past).__name__} that holds tokens; give a DynamicCache, or an empty cache")
+    own = past is not None and type(past) not in (DynamicCache, StaticCache) and getattr(past, "_is_user_defined", False)
+    if own or (past is not None and type(past) is not DynamicCache and past.get_seq_length() > 0):
+        holds = "" if own else " that holds tokens"
+        raise UserError(f"{CACHE} is a {type(past).__name__}{holds}; give a DynamicCache, or an empty StaticCache")
     if streamer is not None and mode == GenerationMode.BEAM_SEARCH:
         raise UserError("a streamer cannot be used with beam search, whose tokens are known at its end; leave it out, or set num_beams=1")
 

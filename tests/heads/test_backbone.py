@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from shrink import shrunk
 from structure import ROOT
 from tiny_models import tiny_model
+from torch import Tensor
 from transformers import Gemma2PreTrainedModel
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
@@ -90,18 +92,23 @@ def test_a_backbone_is_frozen_and_evaluates() -> None:
     assert on.model is model and (on.dim, on.vocab, on.num_layers, on.max_positions) == (32, 61, LAYERS, 96)
 
 
-def test_an_unknown_change_of_the_logits_is_refused() -> None:
+def banning(logits: Tensor, token: int = 7) -> Tensor:
+    return logits.index_fill(-1, torch.tensor([token]), -torch.inf)
+
+
+@pytest.mark.parametrize("change", [torch.square, banning, lambda logits: logits + 0.01 * logits.abs().max() * (logits > 0)])
+def test_an_unknown_change_of_the_logits_is_refused(change: Callable[[Tensor], Tensor]) -> None:
     model = tiny("llama")
-    model.lm_head.register_forward_hook(lambda module, args, out: out)  # harmless
-    Backbone(model)
+    model.lm_head.register_forward_hook(lambda module, args, out: banning(out, 5))  # each token by itself
+    assert Backbone(model).dependence is None
     forward = model.forward
 
-    def squared(*args: Any, **kwargs: Any) -> Any:
+    def changed(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
-        out.logits = out.logits**2
+        out.logits = change(out.logits.nan_to_num(neginf=0.0))
         return out
 
-    model.forward = squared
+    model.forward = changed
     with pytest.raises(UserError, match="changes its logits"):
         Backbone(model)
 

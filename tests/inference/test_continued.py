@@ -202,8 +202,14 @@ def test_other_caches_that_hold_something_are_refused_in_one_line() -> None:
     cache = StaticCache(config=of.backbone.model.config, max_cache_len=64)
     assert torch.equal(say(of, row(ids), past_key_values=cache, **HOW), of.backbone.model.generate(**row(ids), **HOW))
     of.backbone.model.generate(**row(ids), past_key_values=cache, **HOW)
-    with pytest.raises(UserError, match=f"{CACHE} is a StaticCache that holds tokens; give a DynamicCache, or an empty cache"):
+    with pytest.raises(UserError, match=f"{CACHE} is a StaticCache that holds tokens; give a DynamicCache, or an empty StaticCache"):
         say(of, row(ids), past_key_values=cache, **HOW)
+    with pytest.raises(UserError, match=f"{CACHE} is a Rounding; give a DynamicCache, or an empty StaticCache"):
+        say(of, row(ids), past_key_values=type("Rounding", (DynamicCache,), {})(), **HOW)
+    with pytest.raises(
+        UserError, match="the prompt of row 0 has no token .attention_mask is 0.; give it a first token, or leave the row out"
+    ):
+        say(of, {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}, **HOW)
 
 
 # A queue of prompts decoded in a full batch gives each prompt's own text, and hands it out when it ends.

@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import build, random_drafter, say
@@ -18,6 +19,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.engine.noise import BLOCK_POSITIONS, GOLDEN, MAX_BLOCK_VALUES, NoiseBuffer, gumbel, row_seeds
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
 
 FEW = 7
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -163,5 +165,7 @@ def test_row_seeds() -> None:
     first, second = row_seeds(None, 4, cpu), row_seeds(None, 4, cpu)
     torch.manual_seed(1)
     assert torch.equal(row_seeds(None, 4, cpu), first) and len(set(first.tolist() + second.tolist())) == 8
-    with pytest.raises(ValueError, match="2 entries for 3 rows"):
-        row_seeds([1, 2], 3, cpu)
+    assert row_seeds(np.int64(3), 2, cpu).tolist() == row_seeds([torch.tensor(3), np.int64(4)], 2, cpu).tolist() == [3, 4]
+    for seed, said in (([1, 2], "2 entries for 3 rows"), (1.5, "a whole number, or a list of one a row; got 1.5"), ("3", "got '3'")):
+        with pytest.raises(UserError, match=said):
+            row_seeds(seed, 3, cpu)  # type: ignore[arg-type]

@@ -182,6 +182,25 @@ def test_constraints_know_the_text() -> None:
         assert torch.equal(out.sequences, expected) and (out.tau > 2 or manner != "oracle")
 
 
+def test_a_constraint_is_not_asked_about_texts_that_it_has_ruled_out() -> None:
+    """As one by a trie, which knows no others; nor about what follows the end of a text."""
+    row, options = left_padded(prompts((6,))), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 12}
+    texts = [[first, first + 1, 12] for first in (20, 30, 40)] + [[first, *range(2, 11)] for first in (25, 35)]
+
+    @headstart.stateless
+    def allowed(batch: int, ids: Tensor) -> list[int]:
+        written = ids[6:].tolist()
+        found = [text[len(written)] for text in texts if text[: len(written)] == written and len(text) > len(written)]
+        assert found, "a text that was ruled out"
+        return found
+
+    on = backbone("llama")
+    expected = on.model.generate(**row, **options, prefix_allowed_tokens_fn=allowed)
+    for drafter in (random_drafter("eagle3", on), Scripted(on, unpadded(expected, row), "nearly")):
+        found = say(SpeculativeModel(on, drafter), row, tree=TreeShape(16, 4), prefix_allowed_tokens_fn=allowed, **options)
+        assert torch.equal(found, expected)
+
+
 def test_bf16_tokens_are_near_the_argmax() -> None:
     """Where a tree pass rounds differently from a single-token pass, a token misses the argmax by no more than bf16 misses fp32."""
     on = Backbone(tiny("llama").to(torch.bfloat16))

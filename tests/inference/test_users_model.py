@@ -1,6 +1,7 @@
 """The model stays the user's: as it was after loading, decoding, an error and an interrupt; and what is done to it counts from then on."""
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -200,6 +201,28 @@ def test_hooks_of_the_users_own_act_as_they_do_without_heads() -> None:
     handle.remove()
     model.forward = lambda *args, own=model.forward, **options: own(*args, **options)  # as accelerate wraps it
     assert torch.equal(say(heads, ROW, max_new_tokens=16), first)
+
+
+def test_a_buffer_that_is_replaced_counts() -> None:
+    model = tiny("llama", num_hidden_layers=2)
+    heads = headstart.load(None, backbone=model, proposers="suffix", capture="trace")
+    before = say(heads, ROW, max_new_tokens=16)
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq / 4
+    for speculate in (True, False):
+        found = say(heads, ROW, max_new_tokens=16, speculate=speculate)
+        assert torch.equal(found, model.generate(**ROW, max_new_tokens=16)) and not torch.equal(found, before)
+
+
+def test_inputs_prepared_by_code_of_the_users_own_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama", num_hidden_layers=2)
+    heads = headstart.load(None, backbone=model)
+    say(heads, ROW, max_new_tokens=4)
+    assert "prepare_inputs" not in caplog.text
+    model.prepare_inputs_for_generation = functools.wraps(own := model.prepare_inputs_for_generation)(
+        lambda *args, **more: own(*args, **more)
+    )
+    say(heads, ROW, max_new_tokens=4)
+    assert "has a prepare_inputs_for_generation of its own, which is not asked here" in caplog.text
 
 
 def test_what_was_replaced_is_noticed() -> None:
