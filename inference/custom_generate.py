@@ -83,7 +83,8 @@ def _loaded(its: Loaded, path: str, revision: str | None, allow_finetuned: bool)
 
 
 def _state(model: PreTrainedModel, folder: Path) -> tuple[Any, ...]:
-    """What loaded heads depend on: the checkpoint's metadata, which is written last, and where and in which dtype the model is."""
+    """What loaded heads depend on: the checkpoint's metadata, which is written last; the model's place, dtype and tables of tokens."""
     file = folder / METADATA
     status = file.stat() if file.is_file() else None
-    return model.device, model.dtype, status and (status.st_mtime_ns, status.st_size)
+    tables = model.get_input_embeddings(), model.get_output_embeddings()  # others after a resize
+    return model.device, model.dtype, tables, status and (status.st_mtime_ns, status.st_size)

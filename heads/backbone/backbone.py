@@ -42,7 +42,7 @@ class Backbone:
     def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False, trees: bool = True) -> None:
         """Raises UserError for a model that verifies neither trees nor chains; without ``trees``, `refusal` then says why."""
         say_untested()
-        model, self.adapter = unwrap(model)
+        model, self.adapter = unwrap(getattr(model, "_orig_mod", model))  # of torch.compile, whose generate is that of the model within
         self.trainable: dict[str, nn.Parameter] = {}
         """The adapter's weights by name if they are trained; empty for a frozen backbone."""
         self.recomputing = False

@@ -82,6 +82,9 @@ def test_heads_are_loaded_once_and_again_when_they_change(folders: dict[str, Pat
     (second,) = loaded()
     assert second is not first and second.drafter is not None
     assert not torch.equal(second.drafter.state_dict()["fc.weight"], first.drafter.state_dict()["fc.weight"])
+    for size in (model.config.vocab_size + 8, model.config.vocab_size):
+        model.resize_token_embeddings(size)
+    assert torch.equal(carried(model, folder), plain) and loaded()[0] is not second, "after a resize, and back"
     twin = copy.deepcopy(model)  # a copy has heads of its own
     assert twin not in kept and torch.equal(carried(twin, folder), plain)
     model.double()

@@ -225,6 +225,13 @@ def test_inputs_prepared_by_code_of_the_users_own_are_named(caplog: pytest.LogCa
     assert "has a prepare_inputs_for_generation of its own, which is not asked here" in caplog.text
 
 
+def test_a_model_that_torch_compiles_is_the_one_within() -> None:
+    compiled: Any = torch.compile(tiny("shallow"), backend="eager")
+    heads = headstart.load(None, backbone=compiled, proposers="suffix")
+    found = compiled.generate(**ROW, custom_generate=heads.generate, max_new_tokens=16, do_sample=False)
+    assert torch.equal(found, tiny("shallow").generate(**ROW, max_new_tokens=16, do_sample=False))
+
+
 def test_what_was_replaced_is_noticed() -> None:
     model = tiny("shallow")
     heads = headstart.load(None, backbone=model)
