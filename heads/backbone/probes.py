@@ -197,7 +197,7 @@ def find_postprocessing(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
         if (by or scale == "none") and (most or cap == "none"):
             rules.append(partial(scaled, SCALES[scale], by, most))
     best = min(rules, key=lambda rule: off(rule(raw).float(), logits.float()))
-    if off(best(raw).float(), logits.float()) > (1e-3 if logits.dtype == torch.float32 else 2e-2):
+    if off(best(raw).float(), logits.float()) > (1e-3 if raw.dtype == torch.float32 else 2e-2):
         known = ", ".join([*SCALES, *CAPS[1:]])
         raise UserError(f"{name} changes its logits in an unknown way (transformers {transformers.__version__}); known rules: {known}")
     return best
