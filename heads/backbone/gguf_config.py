@@ -23,6 +23,7 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, quick_reader
+from headstart.heads.backbone.gguf_header import special_tokens
 from headstart.support.errors import UserError, cause, notice, one_line, waiting
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -88,8 +89,18 @@ def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
         raise UserError(f"{path}: {known} ({cause(error, 200)}); give its folder of safetensors or its hub id") from None
     if unread:
         notice(f"{path.name} states {', '.join(unread)}, which is not read: the model may compute otherwise")
+    _set_tokens(config, special_tokens(file.header.metadata))
     config.dtype = file.dtype
     return config
+
+
+def _set_tokens(config: PretrainedConfig, special: dict[str, int]) -> None:
+    """Set the tokens that the file has, and none for those that it does not have. What transformers adds to its ends (Gemma 4) stays."""
+    usual, ends = config.eos_token_id, [*dict.fromkeys(special[end] for end in ("eos", "eot", "eom") if end in special)]
+    if isinstance(usual, list) and ends and {*ends} <= {*usual}:
+        ends = [*dict.fromkeys([*ends, *usual])]
+    config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
+    config.bos_token_id, config.pad_token_id = special.get("bos"), special.get("padding")
 
 
 def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
-ENDS = ("eos", "eot", "eom")
-"""Tokens that end a text or an answer, which llama.cpp names apart: ``tokenizer.ggml.eos_token_id`` and so on."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +81,6 @@ class GgufFile:
         return {"F32": torch.float32, "F16": torch.float16}.get(self.type, torch.bfloat16)
 
     @property
-    def ends(self) -> list[int]:
-        """The tokens that end a text or an answer."""
-        stated = [self.header.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ENDS]
-        return list(dict.fromkeys(token for token in stated if isinstance(token, int)))
-
-    @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of transformers' ``from_pretrained``."""
         return {"pretrained_model_name_or_path": str(self.path.parent), "gguf_file": self.path.name}
@@ -102,11 +94,9 @@ class GgufFile:
         return f"{self.path.name}, {self.type}, {size}; dequantized to {dtype_name(dtype)} {memory} of memory"
 
     def describe_in(self, model: PreTrainedModel, path: str) -> None:
-        """Let the model know where it is from, ``path`` or the file in that folder, that it is dequantized, and what ends its texts."""
+        """Let the model know where it is from, ``path`` or the file in that folder, and that it is dequantized."""
         model.config.name_or_path = str(self.path) if Path(path).is_dir() else path
         vars(model.config).pop("quantization_config", None)
-        if model.generation_config is not None and len(self.ends) > 1:
-            model.generation_config.eos_token_id = self.ends
 
     @property
     def provenance(self) -> dict[str, Any]:

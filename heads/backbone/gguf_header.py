@@ -174,6 +174,17 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 WORD = "\u2581"
 DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 """Special tokens of SentencePiece where the file names none."""
+SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")
+"""llama.cpp names apart what ends a text (eos), an answer (eot) and a message (eom)."""
+
+
+def special_tokens(metadata: dict[str, Any]) -> dict[str, int]:
+    """Return the ids of the special tokens that there are; as in llama.cpp, one beyond the vocabulary counts as not named."""
+    tokens, usual = metadata.get("tokenizer.ggml.tokens") or 0, DEFAULTS if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    count = tokens if isinstance(tokens, int) else len(tokens)
+    named = {name: metadata.get(f"tokenizer.ggml.{name}_token_id", count) for name in SPECIAL}
+    found = {name: number if number in range(count) else usual.get(name, count) for name, number in named.items()}
+    return {name: number for name, number in found.items() if number < count}
 
 
 def gguf_tokenizer(path: Path, architecture: str) -> PreTrainedTokenizerBase | None:
@@ -184,17 +195,15 @@ def gguf_tokenizer(path: Path, architecture: str) -> PreTrainedTokenizerBase | N
     if not pieces and stated.get("model") != "gpt2":
         return None
     tokens, pre = stated["tokens"], stated.get("pre")
-    usual = DEFAULTS if pieces else {}
-    numbers = {name: stated.get(f"{name}_token_id", usual.get(name)) for name in ("bos", "eos", "unknown", "padding")}
-    special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
-    backend = _of_pieces(stated, special["unknown"]) if pieces else _of_bytes(stated, path)
+    special = {name: tokens[number] for name, number in special_tokens(metadata).items()}
+    backend = _of_pieces(stated, special.get("unknown")) if pieces else _of_bytes(stated, path)
     templates = {key.removeprefix(f"{TEMPLATE}."): text for key, text in metadata.items() if key.startswith(f"{TEMPLATE}.")}
     template = {"default": metadata.get(TEMPLATE), **templates} if templates else metadata.get(TEMPLATE)
     backend.add_tokens([*_added(stated, stripped=architecture == "phi3" and pieces)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, name_or_path=str(path.parent), chat_template=template,
         add_bos_token=stated.get("add_bos_token", pieces or pre in BEGINS), add_eos_token=stated.get("add_eos_token", False),
-        bos_token=special["bos"], eos_token=special["eos"], unk_token=special["unknown"], pad_token=special["padding"],
+        bos_token=special.get("bos"), eos_token=special.get("eos"), unk_token=special.get("unknown"), pad_token=special.get("padding"),
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
 

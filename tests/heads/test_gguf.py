@@ -11,12 +11,13 @@ import gguf
 import pytest
 import torch
 from gguf_models import chat_model, stored_as, write_gguf
+from gguf_vocabularies import of_bytes, of_pieces, write_vocabulary
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.backbone.gguf_file import find_gguf, quick_reader
-from headstart.heads.backbone.model_config import load_config
+from headstart.heads.backbone.model_config import load_config, read_end_tokens
 from headstart.support.errors import UserError
 
 Made = tuple[LlamaForCausalLM, PreTrainedTokenizerBase]
@@ -64,6 +65,24 @@ def test_an_answer_may_end_otherwise_than_a_text(made: Made, tmp_path: Path) -> 
     """As in files of Llama 3 and Gemma: <|eot_id|> or <end_of_turn> beside the end of a text."""
     file = write_gguf(tmp_path / "two.gguf", *made, tokenizer__ggml__eot_token_id=7)
     assert load_backbone(str(file), device="cpu").model.generation_config.eos_token_id == [made[1].eos_token_id, 7]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3", "qwen2"])
+@pytest.mark.parametrize(
+    ("named", "ends", "padding"),
+    [
+        ({}, (), None), ({"eot_token_id": 7}, (7,), None), ({"eos_token_id": 5, "padding_token_id": 0, "eom_token_id": 9}, (5, 9), 0),
+        ({"eos_token_id": 99_999, "padding_token_id": 99_999}, (), None), ({"model": "llama"}, (2,), None),
+    ],
+)  # fmt: skip
+def test_no_special_token_is_made_up(
+    architecture: str, named: dict[str, Any], ends: tuple[int, ...], padding: int | None, tmp_path: Path
+) -> None:
+    """Neither transformers' of the architecture nor one beyond the vocabulary; SentencePiece has a second token that ends texts."""
+    keys = of_pieces() if "model" in named else {key: value for key, value in of_bytes().items() if not key.endswith("_token_id")} | named
+    file = str(write_vocabulary(tmp_path / "small.gguf", keys, architecture))
+    assert (read_end_tokens(file), load_config(file).pad_token_id) == (ends, padding)
+    assert load_tokenizer(file).eos_token_id == (ends[0] if "eot_token_id" not in named and ends else None)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("Q4_1", torch.bfloat16)])
