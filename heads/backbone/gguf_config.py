@@ -1,8 +1,9 @@
 """What the header of a GGUF file says, compared with the configuration and the model that transformers makes of it.
 
 transformers reads some of the keys of each architecture and leaves the others at its defaults, without a word. Here every key is compared:
-what it means is put right, and what is not known is said. MEANINGS and LARGE are facts of llama.cpp (src/llama-arch.cpp and
-src/models/ in llama-cpp-python 0.3.36), beside the names that transformers' configurations give to the same.
+what it means is put right, and what is not known is said. A key that is left out has the format's default, not transformers'. MEANINGS,
+NEEDED, `_defaults` and LARGE are facts of llama.cpp (src/llama-arch.cpp, `load_hparams` in src/llama-model.cpp and src/models/ in
+llama-cpp-python 0.3.36), beside the names that transformers' configurations give to the same.
 """
 
 from __future__ import annotations
@@ -45,6 +46,15 @@ MEANINGS: dict[str, str] = {
     "ssm.time_step_rank": "time_step_rank linear_num_value_heads", "ssm.group_count": "linear_num_key_heads",
 }  # fmt: skip
 """Keys, after the architecture, and the attributes that mean the same; of several the first that a configuration has."""
+RMS, NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+NEEDED = {
+    "context_length": "max_position_embeddings", "attention.head_count": "num_attention_heads", RMS: "rms_norm_eps",
+    NORM: "layer_norm_eps norm_epsilon norm_eps layer_norm_epsilon", "expert_used_count": "num_experts_per_tok",
+    "attention.sliding_window": "global_head_dim", "attention.sliding_window_pattern": "global_head_dim",
+}  # fmt: skip
+"""Keys that llama.cpp has no default for, if a configuration has one of the attributes (that of the last two is Gemma 4's)."""
+GATING = {"minimax-m2": 2}
+"""The only function of the experts' scores that transformers has, by llama.cpp's number: sigmoids, and a softmax (1) elsewhere."""
 BIASES = {"attn_q.bias": "attention_bias", "ffn_up.bias": "mlp_bias"}
 """Tensors that a configuration allows for."""
 ROPE = {"freq_base": "rope_theta", "scaling.yarn_beta_fast": "beta_fast", "scaling.yarn_beta_slow": "beta_slow"}
@@ -81,12 +91,14 @@ def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
         with quick_reader(), waiting(f"reading {path.name}"):
             config: PretrainedConfig = AutoConfig.from_pretrained(**file.arguments)
         _set_rope(config, file)
-        unread = [*_compared(config.get_text_config(), file)]
+        lacking, unread = [*_lacking(config.get_text_config(), file)], [*_compared(config.get_text_config(), file)]
     except MemoryError:
         raise
     except Exception as error:  # what transformers raises depends on what a header lacks
         known = f"transformers {transformers.__version__} cannot read this {file.architecture!r} model from GGUF"
         raise UserError(f"{path}: {known} ({cause(error, 200)}); give its folder of safetensors or its hub id") from None
+    if lacking:
+        notice(f"{path.name} lacks {', '.join(lacking)}, for which GGUF has no default: the model may compute otherwise; convert it again")
     if unread:
         notice(f"{path.name} states {', '.join(unread)}, which is not read: the model may compute otherwise")
     _set_tokens(config, special_tokens(file.header.metadata))
@@ -103,13 +115,44 @@ def _set_tokens(config: PretrainedConfig, special: dict[str, int]) -> None:
     config.bos_token_id, config.pad_token_id = special.get("bos"), special.get("padding")
 
 
+def _known(config: PretrainedConfig) -> dict[str, Any]:
+    """The attributes, by all of their names."""
+    values = config.to_dict()
+    return values | {name: values.get(own) for name, own in config.attribute_map.items()}
+
+
+def _lacking(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
+    """The keys that the model needs and the header does not have."""
+    known, stated = _known(config), {key.partition(".")[2] for key, value in file.header.metadata.items() if value}
+    needed = [key for key, names in NEEDED.items() if any(name in known for name in names.split()) and not (key == NORM and RMS in stated)]
+    for key in [*needed, *(["expert_gating_func"] if file.architecture in GATING else [])]:
+        if key not in stated:
+            yield f"{file.architecture}.{key}"
+
+
+def _defaults(config: PretrainedConfig, file: GgufFile) -> dict[str, Any]:
+    """What llama.cpp takes for keys that the header leaves out."""
+    known, stated, own = _known(config), file.header.metadata, file.architecture
+    heads = known.get("num_attention_heads") or 1
+    width = known["hidden_size"] // heads
+    found: dict[str, Any] = {"attention.key_length": width, "attention.head_count_kv": heads}
+    if known.get("rope_parameters"):
+        found |= {"rope.freq_base": 1e4, "rope.dimension_count": stated.get(f"{own}.attention.key_length") or width}
+    if own == "gemma4":
+        found["final_logit_softcapping"] = 30.0
+    return found
+
+
 def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
-    """Set what the header says and the configuration lacks; yield the keys, with their values, of which nothing is known."""
-    values, metadata = config.to_dict(), file.header.metadata
-    known = values | {name: values.get(own) for name, own in config.attribute_map.items()}
+    """Set what the header says, or implies, and the configuration lacks; yield the keys, with their values, of which nothing is known."""
+    known, defaults, stated = _known(config), _defaults(config, file), file.header.metadata
     heads, width = known.get("num_attention_heads") or 1, known["hidden_size"]
-    implied = {"attention.key_length": width // heads, "attention.head_count_kv": heads, "feed_forward_length": 4 * width}
-    implied |= {"attention.causal": True} | ({} if "scoring_func" in known else {"expert_gating_func": 1})  # softmax
+    implied = defaults | {
+        "feed_forward_length": 4 * width,
+        "attention.causal": True,
+        "expert_gating_func": GATING.get(file.architecture, 1),
+    }
+    metadata = {f"{file.architecture}.{name}": value for name, value in defaults.items()} | stated
     for key in sorted(metadata, key=lambda key: ".rope." in key):  # shares of a head's width, after the width
         owner, _, name = key.partition(".")
         value = metadata[key] - metadata.get(f"{owner}.nextn_predict_layers", 0) if name == "block_count" else metadata[key]
@@ -123,23 +166,22 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
         elif name in PATTERNS:
             read = _pattern(value, config, PATTERNS[name]) == known.get("layer_types")
         elif attribute is None or (name == "attention.sliding_window" and known.get("use_sliding_window") is False):
-            read = name in UNUSED or value == implied.get(name, value if name == "expert_gating_func" else False)
+            read = name in UNUSED or value == implied.get(name, False)
         elif isinstance(value, list):  # for each layer
             read = known[attribute] == value or {*value} - {0} == {known[attribute]}
         else:
             read = True
             if not isinstance(known[attribute], (int, float)) or not math.isclose(known[attribute], value, rel_tol=1e-6):
                 setattr(config, attribute, value)
-        if not read:
+        if not read and key in stated:
             yield f"{key} = {one_line(f'{value:.6g}' if isinstance(value, float) else str(value), 60)}"
     for suffix, attribute in BIASES.items():
         if attribute in known and any(tensor.endswith(suffix) for tensor in file.header.tensors):
             setattr(config, attribute, True)
-    if (
-        known.get("sliding_window")
-        and not file.architecture.startswith("gemma")
-        and f"{file.architecture}.attention.sliding_window" not in metadata
-    ):
+    windowed = stated.get(f"{file.architecture}.attention.sliding_window")
+    if not windowed and file.architecture == "gemma3":
+        config.layer_types, config.sliding_window = ["full_attention"] * config.num_hidden_layers, config.max_position_embeddings
+    elif not windowed and known.get("sliding_window") and not file.architecture.startswith("gemma"):
         config.sliding_window = None  # Mistral's default, which llama.cpp does not have
     if file.architecture in LARGE:
         config.query_pre_attn_scalar = width // heads if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim
@@ -161,7 +203,7 @@ def _set_rotary(config: PretrainedConfig, name: str, value: Any) -> bool:
     if name == "dimension_count":
         share = value / (known.get("head_dim") or config.hidden_size // config.num_attention_heads)
         if "rotary_dim" in known:
-            config.rotary_dim = value
+            config.rotary_dim, section["partial_rotary_factor"] = value, share
         elif "partial_rotary_factor" not in section:
             return bool(share == 1)
         elif section.get("rope_type") != "proportional":  # whose factor is no share

@@ -129,6 +129,15 @@ def test_safetensors_in_the_folder_come_first(made: Made, files: dict[str, Path]
     assert load_backbone(str(tmp_path), device="cpu").gguf is None
 
 
+def test_as_many_heads_of_keys_as_of_queries_where_the_file_does_not_say(tmp_path: Path) -> None:
+    """transformers leaves the weights of such a file in the order in which llama.cpp rotates."""
+    model, tokenizer = chat_model(num_key_value_heads=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda *_: None)
+        file = write_gguf(tmp_path / "all.gguf", model, tokenizer, "F32")
+    torch.testing.assert_close(logits(load_backbone(str(file), dtype="fp32", device="cpu").model), logits(model), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("scaling", [LLAMA3, {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}])
 def test_scaled_rotary_frequencies_are_read(tmp_path: Path, scaling: dict[str, Any]) -> None:
     """transformers leaves them out: texts of Llama 3.1 and later would be wrong."""

@@ -1,7 +1,5 @@
 """Every key and tensor of a GGUF file is compared with the model that comes of it: put right where it is known, said where it is not."""
 
-import json
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +8,10 @@ import numpy as np
 import pytest
 import torch
 from gguf_models import chat_model, write_gguf
-from gguf_vocabularies import TEXTS, of_bytes, of_pieces, write_vocabulary
-from tokenizers import Regex, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
-from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.heads.backbone.gguf_header import LETTERS, RULES
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.model_config import load_config
 
 SIZES = {"context_length": 4096, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "vocab_size": 32}
@@ -25,6 +19,7 @@ HEADS = {"attention.head_count": 4, "attention.head_count_kv": 2}
 RMS, NORM = {"attention.layer_norm_rms_epsilon": 1e-6}, {"attention.layer_norm_epsilon": 1e-5}
 WIDE = {"attention.key_length": 32, "attention.value_length": 32}
 BASE = {"rope.freq_base": 1e6}
+USED = {"expert_used_count": 2}
 
 
 def said_by(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -36,8 +31,9 @@ def config_of(folder: Path, architecture: str, stated: dict[str, Any], tensors: 
     """Return the configuration of a file whose header says this."""
     file = gguf.GGUFWriter(folder / "small.gguf", architecture)
     for key, value in {**SIZES, **HEADS, **stated}.items():
-        add = {bool: file.add_bool, int: file.add_uint32, float: file.add_float32, str: file.add_string, list: file.add_array}[type(value)]
-        add(f"{architecture}.{key}", value)
+        add = {bool: file.add_bool, int: file.add_uint32, float: file.add_float32, str: file.add_string, list: file.add_array}
+        if value is not None:
+            add[type(value)](f"{architecture}.{key}", value)
     file.add_tokenizer_model("gpt2")
     file.add_token_list([f"t{number}" for number in range(32)])
     for tensor in ("token_embd.weight", *tensors):
@@ -47,6 +43,10 @@ def config_of(folder: Path, architecture: str, stated: dict[str, Any], tensors: 
     file.write_tensors_to_file()
     file.close()
     return load_config(str(folder / "small.gguf")).get_text_config()
+
+
+BARE = {"attention.head_count_kv": None}
+"""No key but those that llama.cpp needs: the others have its defaults, all of the head is rotated, by 10,000, and nothing has a window."""
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,20 @@ def config_of(folder: Path, architecture: str, stated: dict[str, Any], tensors: 
         ("gemma2", RMS | WIDE | {"final_logit_softcapping": 20.0}, {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 32}),
         ("gemma2", RMS | WIDE | {"block_count": 46, "attention.head_count": 2}, {"query_pre_attn_scalar": 32}),
         ("gemma3", RMS | WIDE | BASE | {"block_count": 62, "attention.head_count": 8}, {"query_pre_attn_scalar": 8}),
-        ("qwen2moe", RMS | {"expert_count": 8, "expert_feed_forward_length": 24}, {"moe_intermediate_size": 24, "num_experts": 8}),
+        ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_feed_forward_length": 24}, {"moe_intermediate_size": 24, "num_experts": 8}),
         ("gpt2", NORM | {"attention.head_count_kv": 4}, {"max_position_embeddings": 4096}),
         ("mistral", RMS | BASE, {"sliding_window": False}),
-        ("qwen3moe", RMS | WIDE | {"expert_count": 8, "expert_weights_norm": False}, {"norm_topk_prob": False}),
-        ("qwen2moe", RMS | {"expert_count": 8, "expert_weights_norm": True, "expert_gating_func": 1}, {"norm_topk_prob": True}),
+        ("qwen3moe", RMS | WIDE | USED | {"expert_count": 8, "expert_weights_norm": False}, {"norm_topk_prob": False}),
+        ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_weights_norm": True, "expert_gating_func": 1}, {"norm_topk_prob": True}),
         ("llama", RMS | {"rope.scaling.factor": 4.0}, {"factor": 4.0}),
         ("qwen2", RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, {"original_max_position_embeddings": 4096}),
+        ("stablelm", NORM | BARE, {"partial_rotary_factor": 1, "num_key_value_heads": 4}),
+        ("nemotron", NORM | BARE, {"partial_rotary_factor": 1, "num_key_value_heads": 4, "head_dim": 16}),
+        ("qwen3", RMS | BARE, {"head_dim": 16, "num_key_value_heads": 4}),
+        ("gemma4", RMS | WIDE | {"attention.sliding_window": 512, "attention.sliding_window_pattern": [True, False]},
+         {"final_logit_softcapping": 30}),
+        ("minimax-m2", RMS | BARE | USED | {"expert_gating_func": 2, "rope.dimension_count": 8},
+         {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
     ],
 )  # fmt: skip
 def test_what_transformers_leaves_out(
@@ -77,6 +84,22 @@ def test_what_transformers_leaves_out(
     config = config_of(tmp_path, architecture, stated)
     found = {name: getattr(config, name, None) or (config.to_dict().get("rope_parameters") or {}).get(name, False) for name in expected}
     assert found == pytest.approx(expected) and not said_by(caplog)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stated", "lacking"),
+    [
+        ("llama", {"attention.head_count": None}, "llama.attention.head_count, llama.attention.layer_norm_rms_epsilon"),
+        ("stablelm", {}, "stablelm.attention.layer_norm_epsilon"), ("qwen3moe", RMS, "qwen3moe.expert_used_count"),
+        ("minimax-m2", RMS | USED, "minimax-m2.expert_gating_func"),
+    ],
+)  # fmt: skip
+def test_a_key_without_a_default_is_one_line(
+    architecture: str, stated: dict[str, Any], lacking: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config_of(tmp_path, architecture, stated)
+    (line,) = said_by(caplog)
+    assert line.startswith(f"small.gguf lacks {lacking}, for which GGUF has no default: ")
 
 
 LINEAR = WIDE | BASE | {
@@ -144,6 +167,9 @@ def test_windows_of_some_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture
         config = config_of(tmp_path, "gemma3", stated | {"attention.sliding_window_pattern": pattern})
         assert [config.rope_parameters[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [1e6, 2e4]
     assert not said_by(caplog)
+    for none in (None, 0):
+        config = config_of(tmp_path, "gemma3", stated | {"attention.sliding_window": none, "rope.freq_base": None})
+        assert config.layer_types == ["full_attention"] * 6 and config.rope_parameters["full_attention"]["rope_theta"] == 1e4
     config_of(tmp_path, "gemma3", stated | {"attention.sliding_window_pattern": 3})
     assert "states gemma3.attention.sliding_window_pattern = 3, which is not read" in caplog.text
 
@@ -156,7 +182,8 @@ def test_windows_of_some_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture
         ("qwen2", RMS | {"attention.sliding_window": 512}, "qwen2.attention.sliding_window = 512"),
         ("llama", RMS | {"rope.dimension_count": 8, "attention.key_length": 16}, "llama.rope.dimension_count = 8"),
         ("llama", RMS | {"attention.causal": False}, "llama.attention.causal = False"),
-        ("qwen2moe", RMS | {"expert_count": 8, "expert_gating_func": 2}, "qwen2moe.expert_gating_func = 2"),
+        ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_gating_func": 2}, "qwen2moe.expert_gating_func = 2"),
+        ("minimax-m2", RMS | USED | {"expert_gating_func": 1}, "minimax-m2.expert_gating_func = 1"),
         ("gpt2", NORM | {"attention.head_count_kv": [2, 2]}, "gpt2.attention.head_count_kv = [2, 2]"),
         ("qwen2", RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024,
                          "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.attn_factor": 0.5}, "qwen2.rope.scaling.attn_factor = 0.5"),
@@ -209,85 +236,3 @@ def test_a_tensor_that_nothing_takes_is_one_line(tmp_path: Path, caplog: pytest.
     load_backbone(str(file), dtype="fp32", device="cpu")
     names = ", ".join(f"blk.{layer}.attn_q_norm.weight" for layer in range(4))
     assert f"normed.gguf holds 4 tensors that transformers does not read ({names}): the model computes without them" in caplog.messages
-
-
-LLAMA = json.loads((Path(__file__).parent / "llama_ids.json").read_text())
-MARKS_APART = {"tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"}
-"""llama.cpp parts combining marks from their letters, which the original rules of these vocabularies do not."""
-
-
-def tokenizer_of(folder: Path, keys: dict[str, Any], architecture: str = "llama") -> PreTrainedTokenizerBase:
-    return load_tokenizer(str(write_vocabulary(folder / "small.gguf", keys, architecture)))
-
-
-def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-@pytest.mark.parametrize("name", LLAMA["names"])
-def test_every_id_is_llama_cpps(name: str, tmp_path: Path) -> None:
-    keys = of_pieces() | {"add_space_prefix": name != "pieces false"} if name.startswith("pieces") else of_bytes() | {"pre": name}
-    tokenizer = tokenizer_of(tmp_path, keys, "phi3" if name == "pieces phi3" else "llama")
-    place, begins = LLAMA["names"][name]
-    assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) == begins and len(LLAMA["ids"][place]) == len(TEXTS)
-    for text, right in zip(TEXTS, LLAMA["ids"][place], strict=True):
-        if not (name in MARKS_APART and any(unicodedata.combining(letter) or unicodedata.category(letter) == "Mc" for letter in text)):
-            assert ids(tokenizer, text) == right, text
-
-
-def test_no_two_rules_are_alike_for_these_texts() -> None:
-    """Else a rule could be another's, and no text would show it."""
-    asked = {names.split()[0] for names in RULES} - {"dbrx"}
-    places = [LLAMA["names"][name][0] for name in asked]
-    assert len({*places}) == len(places) == len(RULES) - 1
-
-
-def test_a_rule_that_is_not_known_is_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    known = tokenizer_of(tmp_path, of_bytes() | {"pre": "gpt-2"})
-    assert not caplog.messages
-    for keys, said in (
-        ({"pre": "zebra"}, "an unknown rule of splitting text (tokenizer.ggml.pre = zebra)"),
-        ({}, "no rule of splitting text"),
-    ):
-        caplog.clear()
-        assert [*map(ids, [tokenizer_of(tmp_path, of_bytes() | keys)] * 2, TEXTS[:2])] == [*map(ids, [known] * 2, TEXTS[:2])]
-        assert len(caplog.messages) == 1 and f"small.gguf names {said}: it is split as for GPT-2;" in caplog.text
-
-
-def test_special_tokens_in_other_letters_have_their_ids(tmp_path: Path) -> None:
-    """transformers adds them behind the vocabulary, so beyond the model's embedding."""
-    keys = of_bytes() | {"pre": "deepseek-llm", "bos_token_id": of_bytes()["tokens"].index("<｜begin▁of▁sentence｜>")}
-    tokenizer = tokenizer_of(tmp_path, keys)
-    assert len(tokenizer) == len(keys["tokens"]) and tokenizer.bos_token_id == keys["bos_token_id"]
-    assert ids(tokenizer, "<｜User｜>") == [keys["tokens"].index("<｜User｜>")]
-    assert tokenizer.decode(ids(tokenizer, "<｜User｜>Hi"), skip_special_tokens=True) == "Hi"
-
-
-@pytest.mark.parametrize("keys", [of_bytes() | {"pre": "smollm"}, of_pieces()], ids=["bytes", "pieces"])
-def test_texts_come_back_and_so_does_a_saved_tokenizer(keys: dict[str, Any], tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, keys)
-    tokenizer.save_pretrained(tmp_path / "saved")
-    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    for text in TEXTS:
-        assert ids(again, text) == ids(tokenizer, text)
-        if not any(whole in text for whole in ("<", "\n\n", "     ")):  # a space stands behind these too
-            assert tokenizer.decode(ids(tokenizer, text)) == text
-
-
-def test_templates_by_name_are_read(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "two.gguf", *chat_model(), tokenizer__chat_template__tool_use="with {{ tools }}")
-    named = load_tokenizer(str(file)).chat_template
-    assert isinstance(named, dict) and named == {"default": chat_model()[1].chat_template, "tool_use": "with {{ tools }}"}
-
-
-def test_white_space_behind_the_special_tokens_of_phi3(tmp_path: Path) -> None:
-    """As in its own tokenizer, by its architecture: files name the model in several ways."""
-    for architecture, kept in (("llama", True), ("phi3", False)):
-        tokenizer = tokenizer_of(tmp_path, of_pieces(), architecture)
-        assert (ids(tokenizer, "<|user|>\nHi") != ids(tokenizer, "<|user|>Hi")) == kept
-
-
-def test_deepseeks_letters_are_those_that_it_lists() -> None:
-    split = pre_tokenizers.Split(Regex(LETTERS), "removed")
-    found = [code for code in range(0x20000) if not 0xD800 <= code < 0xE000 and not split.pre_tokenize_str(chr(code))]
-    assert (len(found), sum(found)) == (2729, 54770958)
