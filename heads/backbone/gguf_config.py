@@ -64,6 +64,11 @@ ELSEWHERE = {
     "ssm.inner_size", "tensor_data_layout",
 }  # fmt: skip
 """Keys that `_set_rope` reads, that transformers reads in its own way, or that change nothing of the models that it reads."""
+EXPERTS = {
+    "experts.gate_up_proj": "ffn_gate_exps.weight ffn_up_exps.weight", "experts.down_proj": "ffn_down_exps.weight",
+    "e_score_correction_bias": "exp_probs_b.bias",
+}  # fmt: skip
+"""Weights of a layer's experts, and the tensors that they are joined from, which go by no name of gguf's table."""
 PATTERNS = {"attention.sliding_window_pattern": "sliding_attention", "full_attention_interval": "linear_attention",
             "attention.recurrent_layers": "linear_attention"}  # fmt: skip
 """Kinds of layers of which a key says where they are."""
@@ -227,23 +232,23 @@ def reading(file: GgufFile, dtype: torch.dtype | str, empty: PreTrainedModel) ->
 
 
 def say_unread(file: GgufFile, model: PreTrainedModel) -> None:
-    """Say which tensors of the file no parameter of this model takes, if it has fewer weights than the file.
-
-    Weights of experts, which are joined as they are read, go by other names in the file.
-    """
+    """Say which tensors of the file no parameter of this model takes, if it has fewer weights than the file: some have other names."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture, metadata = next(number for number, name in MODEL_ARCH_NAMES.items() if name == file.architecture), file.header.metadata
-    layers, names = metadata[f"{file.architecture}.block_count"], {}
+    layers, names = metadata[f"{file.architecture}.block_count"], dict[str, list[str]]()
     drafting = range(layers - metadata.get(f"{file.architecture}.nextn_predict_layers", 0), layers)  # no part of the model (MTP)
     apart = ("rope_f", *(f"blk.{layer}." for layer in drafting))
     table = get_tensor_name_map(architecture, layers)
     for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
         parts = name.split(".")
         ends = (table.get_name(".".join(parts[start:]), (".weight", ".bias")) for start in range(len(parts)))
-        names[name] = next((found for found in ends if found is not None), None)
-    left = {name: raw.elements for name, raw in file.header.tensors.items() if name not in names.values() and not name.startswith(apart)}
-    others = sum(weight.numel() for name, weight in model.named_parameters() if names[name] not in file.header.tensors)
+        layer, part = name.rpartition(".mlp.")[0].rpartition(".")[2], name.rpartition(".mlp.")[2]
+        joined = [f"blk.{layer}.{stored}" for stored in EXPERTS.get(part, "").split()]
+        names[name] = joined or [next((found for found in ends if found is not None), "")]
+    read = {*chain.from_iterable(names.values())}
+    left = {name: raw.elements for name, raw in file.header.tensors.items() if name not in read and not name.startswith(apart)}
+    others = sum(weight.numel() for name, weight in model.named_parameters() if not file.header.tensors.keys() & {*names[name]})
     if sum(left.values()) > others:
         shown = ", ".join([*left][:4]) + (", ..." if len(left) > 4 else "")
         notice(f"{file.path.name} holds {len(left)} tensors that transformers does not read ({shown}): the model computes without them")

@@ -1,5 +1,6 @@
 """Every key and tensor of a GGUF file is compared with the model that comes of it: put right where it is known, said where it is not."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.backbone.model_config import load_config
+from headstart.heads.backbone.gguf_config import say_unread
+from headstart.heads.backbone.gguf_file import GgufFile
+from headstart.heads.backbone.gguf_header import GgufHeader, read_header
+from headstart.heads.backbone.model_config import empty_model, load_config
 
 SIZES = {"context_length": 4096, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "vocab_size": 32}
 HEADS = {"attention.head_count": 4, "attention.head_count_kv": 2}
@@ -236,3 +240,26 @@ def test_a_tensor_that_nothing_takes_is_one_line(tmp_path: Path, caplog: pytest.
     load_backbone(str(file), dtype="fp32", device="cpu")
     names = ", ".join(f"blk.{layer}.attn_q_norm.weight" for layer in range(4))
     assert f"normed.gguf holds 4 tensors that transformers does not read ({names}): the model computes without them" in caplog.messages
+
+
+PARTS = "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_norm ffn_gate_inp ffn_gate_exps ffn_up_exps ffn_down_exps"
+
+
+@pytest.mark.parametrize("architecture", ["minimax-m2", "qwen3moe"])
+def test_only_what_nothing_takes_of_a_mixture_of_experts_is_named(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of MiniMax-M2 is read; a Qwen3 has no bias for its choice of experts."""
+    biases = ["blk.0.exp_probs_b.bias", "blk.1.exp_probs_b.bias"]
+    tensors = [
+        "output.weight",
+        "output_norm.weight",
+        *(f"blk.{layer}.{part}.weight" for layer in (0, 1) for part in PARTS.split()),
+        *biases,
+    ]
+    model = empty_model(config_of(tmp_path, architecture, CONVERTED[architecture], tuple(tensors)), "small.gguf")
+    header = read_header(tmp_path / "small.gguf")
+    large = GgufHeader(header.metadata, {name: replace(raw, elements=10**6) for name, raw in header.tensors.items()}, header.end)
+    say_unread(GgufFile(tmp_path / "small.gguf", header.end, large), model)
+    line = f"small.gguf holds 2 tensors that transformers does not read ({', '.join(biases)}): the model computes without them"
+    assert said_by(caplog) == ([] if architecture == "minimax-m2" else [line])
