@@ -97,6 +97,7 @@ def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
             config: PretrainedConfig = AutoConfig.from_pretrained(**file.arguments)
         _set_rope(config, file)
         lacking, unread = [*_lacking(config.get_text_config(), file)], [*_compared(config.get_text_config(), file)]
+        _set_implied(config.get_text_config(), file)
     except MemoryError:
         raise
     except Exception as error:  # what transformers raises depends on what a header lacks
@@ -151,12 +152,8 @@ def _defaults(config: PretrainedConfig, file: GgufFile) -> dict[str, Any]:
 def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
     """Set what the header says, or implies, and the configuration lacks; yield the keys, with their values, of which nothing is known."""
     known, defaults, stated = _known(config), _defaults(config, file), file.header.metadata
-    heads, width = known.get("num_attention_heads") or 1, known["hidden_size"]
-    implied = defaults | {
-        "feed_forward_length": 4 * width,
-        "attention.causal": True,
-        "expert_gating_func": GATING.get(file.architecture, 1),
-    }
+    implied = defaults | {"feed_forward_length": 4 * known["hidden_size"], "attention.causal": True}
+    implied["expert_gating_func"] = GATING.get(file.architecture, 1)
     metadata = {f"{file.architecture}.{name}": value for name, value in defaults.items()} | stated
     for key in sorted(metadata, key=lambda key: ".rope." in key):  # shares of a head's width, after the width
         owner, _, name = key.partition(".")
@@ -180,16 +177,22 @@ def _compared(config: PretrainedConfig, file: GgufFile) -> Iterator[str]:
                 setattr(config, attribute, value)
         if not read and key in stated:
             yield f"{key} = {one_line(f'{value:.6g}' if isinstance(value, float) else str(value), 60)}"
+
+
+def _set_implied(config: PretrainedConfig, file: GgufFile) -> None:
+    """Set what follows from the tensors, from keys that are left out and from the size of the model."""
+    known = _known(config)
     for suffix, attribute in BIASES.items():
         if attribute in known and any(tensor.endswith(suffix) for tensor in file.header.tensors):
             setattr(config, attribute, True)
-    windowed = stated.get(f"{file.architecture}.attention.sliding_window")
+    windowed = file.header.metadata.get(f"{file.architecture}.attention.sliding_window")
     if not windowed and file.architecture == "gemma3":
         config.layer_types, config.sliding_window = ["full_attention"] * config.num_hidden_layers, config.max_position_embeddings
     elif not windowed and known.get("sliding_window") and not file.architecture.startswith("gemma"):
         config.sliding_window = None  # Mistral's default, which llama.cpp does not have
     if file.architecture in LARGE:
-        config.query_pre_attn_scalar = width // heads if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim
+        share = known["hidden_size"] // known["num_attention_heads"]
+        config.query_pre_attn_scalar = share if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim
 
 
 def _pattern(value: Any, config: PretrainedConfig, kind: str) -> list[str]:
