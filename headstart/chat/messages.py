@@ -83,8 +83,7 @@ def read_calls(value: Any, where: str) -> dict[str, Any]:
 
 
 ASSISTANT = "assistant"
-CALL = "function_call"
-CALLS = (CALL, "tool_call")
+CALLS = ("function_call", "tool_call")
 """Speakers of a turn whose value is a call of a tool."""
 ROLES = {
     "human": "user", "user": "user",
@@ -93,9 +92,9 @@ ROLES = {
     "system": "system",
     "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
-"""Speaker in ShareGPT-like files (``from``) -> role."""
-FIELDS = {"messages": "role and content", "conversations": "from and value"}
-"""Format -> fields of a turn."""
+"""Speaker in files for other trainers -> role; templates may know further roles."""
+FIELDS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+"""Format -> fields of a turn, which are names of the same; the first tells the formats apart."""
 
 MARKS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "loss_weight": 1, "masked": 0}
 """Fields by which files for other trainers leave a turn out -> the value in a turn that is learned.
@@ -103,7 +102,7 @@ MARKS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "loss_weight": 1, "m
 OpenAI's, Mistral's and Together's ``weight``; axolotl's ``train`` and ``training``; ms-swift's ``loss``; LLaMA-Factory's ``loss_weight``;
 torchtune's ``masked``.
 """
-KNOWN = {"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", *MARKS}
+KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", *MARKS}
 """Fields of a turn that are read, by most chat templates too."""
 
 Message = dict[str, Any]
@@ -189,7 +188,7 @@ def read_messages(turns: Any, where: str, form: str = "auto") -> list[Message]:
     if any(turn.get("role") != ASSISTANT and turn.get("tool_calls", 0) is None for turn in turns):  # lines that a table wrote
         turns = without_fill(turns, level=1)
     messages = [_checked(_message(turn, f"{where}, turn {i}", form), f"{where}, turn {i}") for i, turn in enumerate(turns)]
-    return _numbered(messages) if any(turn.get("from", turn.get("role")) in CALLS for turn in turns) else messages
+    return _numbered(messages) if any(turn.get(key) in CALLS for turn in turns for key in ("role", "from")) else messages
 
 
 def _numbered(messages: list[Message]) -> list[Message]:
@@ -213,18 +212,21 @@ def _numbered(messages: list[Message]) -> list[Message]:
 
 def _message(turn: dict[str, Any], where: str, form: str) -> Message:
     # Tables fill missing fields with null, which templates take for present fields.
-    fields = {key: value for key, value in turn.items() if value is not None or key in ("content", "value")}
-    if "role" in fields and form != "conversations":
-        called = {"role": ASSISTANT} | read_calls(fields["content"], where) if fields["role"] == CALL and fields.get("content") else {}
-        return {"content": None, **fields, **called}
-    if "from" in fields and "value" in fields and form != "messages":
-        rest = {key: value for key, value in fields.items() if key not in ("from", "value")}
-        if not isinstance(fields["from"], str) or fields["from"] not in ROLES:
-            raise UserError(f"{where}: unknown speaker {shortened(fields['from'])}; known: {', '.join(ROLES)}")
-        said = read_calls(fields["value"], where) if fields["from"] in CALLS else {"content": fields["value"]}
-        return {"role": ROLES[fields["from"]], **said, **rest}
-    expected = FIELDS.get(form, ", or ".join(FIELDS.values()))
-    raise UserError(f"{where}: a turn has {expected}; this one has {', '.join(map(str, turn)) or 'nothing'}")
+    fields = {key: value for key, value in turn.items() if value is not None}
+    formats = [FIELDS[form]] if form in FIELDS else [*FIELDS.values()]
+    if not any(key in fields for key, _ in formats) or ("role" not in fields and not {"content", "value"} & turn.keys()):
+        expected = ", or ".join(map(" and ".join, formats))
+        raise UserError(f"{where}: a turn has {expected}; this one has {', '.join(map(str, turn)) or 'nothing'}")
+    speakers, texts = ([fields.pop(name) for name in names if name in fields] for names in zip(*FIELDS.values(), strict=True))
+    roles = [ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker for speaker in speakers]
+    if turn.get("role") is None and roles[0] not in ROLES.values():
+        raise UserError(f"{where}: unknown speaker {shortened(speakers[0])}; known: {', '.join(ROLES)}")
+    for names, (first, *other) in (("role and from", roles), ("content and value", texts or [None])):
+        if other and first != other[0] and other[0] in (*ROLES.values(), *texts):  # beside a role, another word may be a name
+            raise UserError(f"{where}: {names} are names of the same; got {shortened(first)} and {shortened(other[0])}: keep one")
+    content = texts[0] if texts else None
+    called = any(speaker in CALLS for speaker in speakers) and (content or "tool_calls" not in fields)
+    return {"role": roles[0], **(read_calls(content, where) if called else {"content": content}), **fields}
 
 
 def _checked(message: Message, where: str) -> Message:

@@ -106,7 +106,11 @@ def test_the_speakers_of_llama_factory(value: Any) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "Four."},
     ]  # fmt: skip
-    assert tokens_of([{"conversations": turns}]) == tokens_of([{"messages": messages}])
+    for speaker, text in (("from", "value"), ("role", "content"), ("role", "value"), ("from", "content")):
+        named = [{speaker: turn["from"], text: turn["value"]} for turn in turns]
+        filled = [dict.fromkeys(("role", "content", "from", "value")) | turn for turn in named]
+        for row in ({"conversations": named}, {"messages": named}, {"messages": json.dumps(named)}, {"messages": filled}):
+            assert tokens_of([row]) == tokens_of([{"messages": messages}])
 
 
 def test_thoughts_before_calls_several_calls_and_null_values() -> None:

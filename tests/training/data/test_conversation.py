@@ -179,6 +179,14 @@ def with_call(value):
         ({"conversations": [{"from": "alien", "value": "x"}]}, "x, row 1, turn 0: unknown speaker 'alien'; known: human, user, gpt"),
         ({"messages": [ANSWER | {"weight": 0.5}]}, "x, row 1, turn 0: weight is 0 or 1, whether the turn is learned; got 0.5"),
         (
+            {"messages": [{"role": "user", "content": "Two?", "value": "Three?"}]},
+            "row 1, turn 0: content and value are names of the same; got 'Two?' and 'Three?': keep one",
+        ),
+        (
+            {"messages": [ANSWER | {"from": "Bo"}, ANSWER | {"from": "human"}]},
+            "row 1, turn 1: role and from are names of the same; got 'assistant' and 'user'",
+        ),
+        (
             {"messages": [ANSWER | {"content": [{"type": "text", "text": "Four.", "weight": 0}]}]},
             "turn 0: a part of content has weight, which is read of whole turns: mark the turn, or remove it",
         ),
