@@ -33,6 +33,17 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[l
     return list(tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
 
 
+def begins_twice(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> bool:
+    """Whether a text has the first token that the tokenizer adds already, as chat templates write it, so that it is there twice."""
+    return tokenizer.bos_token_id is not None and list(tokens[:2]) == [tokenizer.bos_token_id] * 2
+
+
+def begin(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text that continues none, with those that the tokenizer adds, a first token only where the text has none."""
+    tokens = list(tokenizer(text, verbose=False)["input_ids"])
+    return tokens[begins_twice(tokenizer, tokens) :]
+
+
 class Pieces:
     """Cuts texts before special tokens.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.conversation import Chat
+from headstart.chat.conversation import Chat, begins_twice
 from headstart.chat.messages import ASSISTANT, Message, image_parts
 from headstart.chat.prompts import Prompter
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
@@ -196,7 +196,8 @@ class ImagePrompter(Prompter):
     """The images of rows, by the tensors of their prompts: those with other images may have the same tokens."""
 
     def begin(self, text: str) -> Tensor:
-        return self._ids(text, True)
+        ids_T = self._ids(text, True)
+        return ids_T[begins_twice(self.tokenizer, ids_T[:2].tolist()) :]
 
     def converse(self, messages: Sequence[Message], tools: Any = None) -> Tensor:
         try:

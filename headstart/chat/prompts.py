@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.conversation import Chat
+from headstart.chat.conversation import Chat, begin
 from headstart.chat.messages import ASSISTANT, PROMPTS, Message, prompt_length, read_conversation, read_pair
 from headstart.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError, naming
@@ -75,7 +75,7 @@ class Prompter:
 
     def begin(self, text: str) -> Tensor:
         """Encode the text itself, to be continued."""
-        return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+        return torch.tensor(begin(self.tokenizer, text), dtype=torch.int64)
 
     def converse(self, messages: Sequence[Message], tools: Any = None) -> Tensor:
         """Encode a conversation up to the start of the assistant's answer. The template writes the special tokens."""

@@ -252,9 +252,9 @@ def test_rows_of_the_same_tokens_have_their_own_images(folder: Path, monkeypatch
     tokenizer = load_processor("model").tokenizer
     prompter = ImagePrompter(tokenizer, with_images=True, reader=image_reader("model", tokenizer))
     red, grey = (prompter.of_row({"question": "What is this?", "image": name}).ids_T for name in ("red.png", "grey.png"))
-    pixels = [prompter.beside(ids_T, torch.device("cpu"))["pixel_values"] for ids_T in (red, grey)]
-    assert torch.equal(red, grey) and not torch.equal(*pixels)
-    assert not prompter.beside(prompter.of_row({"text": "Some text."}).ids_T, torch.device("cpu"))
+    assert torch.equal(red, grey) and not torch.equal(*(prompter.beside(one, torch.device("cpu"))["pixel_values"] for one in (red, grey)))
+    text, twice = (prompter.of_row({"text": f"{first}Some text."}).ids_T for first in ("", tokenizer.bos_token))
+    assert not prompter.beside(text, torch.device("cpu")) and torch.equal(text, twice), "with one first token"
     for row, said in (({"text": "Some text.", "image": "red.png"}, "to ask a question with them"),
                       ({"question": "An <image>?"}, "has 1 more tokens of images than its images give")):  # fmt: skip
         with pytest.raises(UserError, match=said):

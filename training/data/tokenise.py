@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from headstart.chat.conversation import Continuation
+from headstart.chat.conversation import Continuation, begin
 from headstart.chat.images import ImageFile, ImageReader, make_chat, shown
 from headstart.chat.messages import read_conversation
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
-from headstart.training.data.samples import IDS, Column, NoAnswers, Sample, Stats, read_tokens, whole
+from headstart.training.data.samples import Column, NoAnswers, Sample, Stats, read_tokens, whole
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
 
@@ -149,7 +149,7 @@ def reader_of(column: Column, tokenizer: PreTrainedTokenizerBase, ends: Sequence
     if column.kind == "tokens":
         return lambda row, where, stats: _with_images(read_tokens(row, column.name, where, data.loss_on == "all"), row, images, where)
     if column.kind == "text":
-        return lambda row, where, stats: [whole(tokenizer(column.text(row, where), verbose=False)[IDS])]
+        return lambda row, where, stats: [whole(begin(tokenizer, column.text(row, where)))]
     settings = chat_settings(data, ends)
     if column.kind == "pair" and (data.format == "text" or not settings.template_of(tokenizer)):
         return _plain_pairs(column, tokenizer, ends)
@@ -183,7 +183,7 @@ def _plain_pairs(column: Column, tokenizer: PreTrainedTokenizerBase, ends: Seque
 
     def read(row: Row, where: str, stats: Stats) -> list[Sample]:
         prompt, answer = column.plain_pair(row, where)
-        asked, said = tokenizer(prompt, verbose=False)[IDS], [*continuation.continued([answer])[0], *end]
+        asked, said = begin(tokenizer, prompt), [*continuation.continued([answer])[0], *end]
         return [Sample.of([*asked, *said], [column.data.loss_on == "all"] * len(asked) + [True] * len(said))]
 
     return read

@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import islice, takewhile
 from typing import Any
 
-from headstart.chat.conversation import Chat
+from headstart.chat.conversation import Chat, begins_twice
 from headstart.chat.images import for_server
 from headstart.chat.messages import ASSISTANT, Message, image_parts
 from headstart.chat.template import TemplateRefusal, template_hash
@@ -162,11 +162,12 @@ class Endpoint:
 
     def _text(self, item: Completion) -> Response:
         encoding = self._tokenizer(item.text, return_offsets_mapping=True, verbose=False)
-        length = item.prompt_length(len(encoding["input_ids"]), self.settings.prompt_tokens)
-        prompt = item.text[: max((end for _, end in encoding["offset_mapping"][:length]), default=0)]
+        twice = begins_twice(self._tokenizer, encoding["input_ids"])
+        ends = [end for _, end in encoding["offset_mapping"][twice:]]
+        prompt = item.text[: max(ends[: item.prompt_length(len(ends), self.settings.prompt_tokens)], default=0)]
         if not prompt:
             return failure("empty")
-        raw = self._ask("/completions", item, {"prompt": prompt}, "text")
+        raw = self._ask("/completions", item, {"prompt": prompt.removeprefix(self._tokenizer.bos_token) if twice else prompt}, "text")
         if not isinstance(raw.message, str | None):
             raise UserError(f"{self.url}/completions {self.client.no_protocol(raw.message)}")
         return replace(raw, message={"content": f"{prompt}{raw.message or ''}"}, error="")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.chat.conversation import Chat
+from headstart.chat.conversation import Chat, begin
 from headstart.chat.images import ImageFile, make_chat
 from headstart.chat.template import TemplateRefusal, template_hash
 from headstart.heads.backbone.backbone import load_tokenizer
@@ -120,7 +120,7 @@ class InProcess:
         """Return the prompt or an error. Raises UserError for images that cannot be read."""
         files: tuple[ImageFile, ...] = ()
         if isinstance(item, Completion):
-            ids = self.tokenizer(item.text, verbose=False)["input_ids"]
+            ids = begin(self.tokenizer, item.text)
             ids = ids[: item.prompt_length(len(ids), self.settings.prompt_tokens)]
         else:
             assert isinstance(item, Conversation)

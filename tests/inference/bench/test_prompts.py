@@ -36,8 +36,8 @@ def test_rows_of_every_kind(tmp_path):
     assert decoded(file, template=CHATML)[:6] == [whole, rendered, rendered, rendered, rendered, rendered]
     assert decoded(file, template=CHATML, limit=2) == [whole, rendered]
     plain = tmp_path / "rows.txt"
-    plain.write_text("What is two?\n\nAnd three?\n")
-    assert decoded(plain) == ["<s>What is two?", "<s>And three?"]
+    plain.write_text("What is two?\n\n<s>And three?\n")
+    assert decoded(plain) == ["<s>What is two?", "<s>And three?"], "with one first token"
     assert decoded(plain, template=CHATML, chat=False) == decoded(plain)
     assert decoded(plain, template=CHATML)[0] == rendered
 

@@ -197,6 +197,7 @@ def test_without_a_chat_template_the_answer_follows_as_it_is_and_ends() -> None:
     asked, said = tokenizer(ASKED)["input_ids"], tokenizer(f" {SAID}", add_special_tokens=False)["input_ids"]
     row = {"prompt": ASKED, "completion": f" {SAID}"}
     assert made(row, None, ends=(7, 8)) == [([*asked, *said, 7], [False] * len(asked) + [True] * (len(said) + 1))]
+    assert made(row | {"prompt": f"<s>{ASKED}"}, None) == made(row, None), "with one first token"
     assert made(row, None)[0][0][-1] == tokenizer.eos_token_id
     assert made(row, None, loss_on="all")[0][1] == [True] * (len(asked) + len(said) + 1)
     templated = made(row, CHATML, columns={"prompt": "prompt", "completion": "completion"}, format="text")[0]

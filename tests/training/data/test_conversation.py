@@ -113,9 +113,10 @@ def test_other_fields_of_a_message_reach_the_template_and_nulls_do_not():
     assert tokenizer.decode(sample.tokens) == "AdduserWhat is two?assistantab"
 
 
-def test_plain_text_is_learned_whole_with_the_tokenizers_own_special_tokens():
+@pytest.mark.parametrize("text", ["It is four.", "<s>It is four."])
+def test_plain_text_is_learned_whole_with_the_tokenizers_own_special_tokens(text):
     tokenizer = make_tokenizer()
-    (sample,), stats = make_samples([{"text": "It is four."}], tokenizer, Data(train="x"), source="x")
+    (sample,), stats = make_samples([{"text": text}], tokenizer, Data(train="x"), source="x")
     assert tokenizer.decode(sample.tokens) == "<s>It is four." and sample.loss_mask.all()
     assert (stats.rows, stats.samples, stats.tokens, stats.label_tokens) == (1, 1, len(sample.tokens), len(sample.tokens))
     assert str(stats) == f"1 rows, 1 samples, {stats.tokens} tokens, {stats.tokens} label tokens"

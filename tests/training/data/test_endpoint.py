@@ -155,10 +155,11 @@ def test_truncated_too_long_and_refused_rows_are_told_apart(ask_server: Any, tmp
     assert "refused (status 422: roles must alternate)" in capsys.readouterr().err
 
 
-def test_texts_are_completed(ask_server: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["", "<s>"])
+def test_texts_are_completed(ask_server: Any, tmp_path: Path, first: str) -> None:
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "config.json").write_text('{"model_type": "llama"}')
-    text = "What is two and two? It is four."
+    text = f"{first}What is two and two? It is four."
 
     def complete(path: str, body: dict[str, Any]) -> Reply:
         return 200, {"choices": [{"text": " and on", "finish_reason": "length"}], "usage": None}
@@ -166,5 +167,5 @@ def test_texts_are_completed(ask_server: Any, tmp_path: Path) -> None:
     with serving(complete) as server:
         assert ask_server([{"text": text}], server.url, f"backbone.path={tmp_path / 'tokenizer'}", "regenerate.prompt_tokens=4") == 0
     prompt = server.asked[0]["prompt"]
-    assert text.startswith(prompt) and 0 < len(prompt) < len(text) and server.asked[0]["model"] == str(tmp_path / "tokenizer")
-    assert read_rows(tmp_path / "new.jsonl") == [{"row": 0, "text": f"{prompt} and on"}]
+    assert prompt == "What is two" and server.asked[0]["model"] == str(tmp_path / "tokenizer")
+    assert read_rows(tmp_path / "new.jsonl") == [{"row": 0, "text": f"{first}{prompt} and on"}]

@@ -98,13 +98,14 @@ def test_what_cannot_be_asked_is_dropped_counted_and_named(ask: Any, tmp_path: P
 def test_texts_are_continued_and_never_dropped(ask: Any, talker: Path, tmp_path: Path) -> None:
     texts = ["What is two and two? It is four. And three?", "Hi there", ""]
     options = ("regenerate.prompt_tokens=6", "regenerate.max_new_tokens=5")
-    assert ask([{"text": text} for text in texts], *options) == 0
-    rows, tokenizer = rows_of(tmp_path / "new.jsonl"), load_tokenizer(str(talker))
+    assert ask([{"text": text} for text in (*texts, f"<s>{texts[0]}")], *options) == 0
+    (*rows, twice), tokenizer = rows_of(tmp_path / "new.jsonl"), load_tokenizer(str(talker))
+    assert twice["input_ids"][:6] == rows[0]["input_ids"][:6], "with one first token"
     for row, text, kept in zip(rows, texts[:2], (6, (len(tokenizer(texts[1])["input_ids"]) + 1) // 2), strict=True):
         ids = tokenizer(row["text"])["input_ids"]
         assert ids[:kept] == tokenizer(text)["input_ids"][:kept] and row["text"] != text
     report = result(tmp_path)
-    assert (report["rows_written"], report["empty"], report["truncated"]) == (2, 1, 0) and 2 <= report["tokens"] <= 10
+    assert (report["rows_written"], report["empty"], report["truncated"]) == (3, 1, 0) and 3 <= report["tokens"] <= 15
 
 
 @pytest.mark.matrix(cells=2)
