@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.conversation import Chat, begins_twice
-from headstart.chat.messages import ASSISTANT, Message, image_parts
+from headstart.chat.messages import ASSISTANT, MARKS, Message, image_parts
 from headstart.chat.prompts import Prompter
 from headstart.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
@@ -141,8 +141,8 @@ def as_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def for_server(messages: Sequence[Message], where: str) -> list[Message]:
-    """Return messages with their images as OpenAI's API takes them. Raises UserError, which begins with ``where``."""
-    sent = copy.deepcopy([*messages])
+    """Return messages, without marks, with their images as OpenAI's API takes them. Raises UserError, which begins with ``where``."""
+    sent = copy.deepcopy([{key: value for key, value in message.items() if key not in MARKS} for message in messages])
     for part in image_parts(sent):
         part |= {"type": "image_url", "image_url": {"url": inline(part.pop("image"), f"{where}: image")}}
     return sent

@@ -129,44 +129,20 @@ def read_conversation(
     Text in its column ``system``, as LLaMA-Factory and Anthropic's API have it, is the system message of a conversation without one.
     ``images``: turns may have some. Raises UserError, which begins with ``where``.
     """
-    return _completed(row, read_messages(row[column], where, form), where, images)
+    return completed(row, read_messages(row[column], where, form), where, images)
 
 
-PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
-ANSWERS = ("completion", "response", "output", "solution", "answer")
-"""Columns of a prompt, and of what answers it, as data sets name them; in order of precedence."""
-DETAILS = ("input", "context")
-"""Columns that go on from an ``instruction``, of Alpaca and of Dolly."""
+def is_blank(value: Any) -> bool:
+    """Whether a row has nothing in a column: null, blanks, an empty list or mapping."""
+    return not value.strip() if isinstance(value, str) else value in (None, [], {})
 
 
-def read_pair(row: Mapping[str, Any], prompt: str, answer: str, where: str, images: bool = False) -> tuple[list[Message], Any]:
-    """Return the messages and tools of a row of two columns, each text of one turn or a list of turns; ``answer`` empty: of the prompt.
-
-    ``images``: turns may have some. Raises UserError, which begins with ``where``.
-    """
-    asked = _turns(prompt_of(row, prompt), "user", f"{where}, {prompt}")
-    said = _turns(row[answer], ASSISTANT, f"{where}, {answer}") if answer else []
-    return _completed(row, asked + said, where, images)
-
-
-def prompt_of(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a row's prompt; below an instruction what it is about."""
-    about = [row[name] for name in DETAILS if column == "instruction" and isinstance(row.get(name), str) and row[name].strip()]
-    return "\n".join([row[column], *about]) if isinstance(row[column], str) else row[column]
-
-
-def _turns(value: Any, role: str, where: str) -> list[Message]:
-    text = isinstance(value, str) and not looks_like_turns(value)
-    return [{"role": role, "content": value}] if text else read_messages(value, where)
-
-
-def _completed(row: Mapping[str, Any], messages: list[Message], where: str, images: bool) -> tuple[list[Message], Any]:
-    """Return messages with the row's system message and images, and its tools."""
+def completed(row: Mapping[str, Any], messages: list[Message], where: str, images: bool) -> tuple[list[Message], Any]:
+    """Return messages with the row's system message and images, and its tools. Raises UserError, which begins with ``where``."""
     tools, system = read_tools(row.get("tools"), where), row.get("system")
     if _filled(tools):
         messages, tools = without_fill([messages, tools], level=1)
-    blank = system is None or (isinstance(system, str) and not system.strip())
-    if not blank and not (messages and messages[0]["role"] == "system"):
+    if not is_blank(system) and not (messages and messages[0]["role"] == "system"):
         messages = [_checked({"role": "system", "content": system}, f"{where}, column system"), *messages]
     if images:
         parts = image_parts(messages)

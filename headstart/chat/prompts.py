@@ -20,14 +20,29 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.chat.conversation import Chat, begin
-from headstart.chat.messages import ASSISTANT, PROMPTS, Message, prompt_length, read_conversation, read_pair
+from headstart.chat.messages import (
+    ASSISTANT,
+    Message,
+    completed,
+    is_blank,
+    looks_like_turns,
+    prompt_length,
+    read_conversation,
+    read_messages,
+)
 from headstart.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError, naming
 from headstart.support.files import as_path, require_file
 from headstart.support.hub import local_or_shipped
 from headstart.support.json_text import COMPRESSED, LINES, Row, read_jsonl, read_lines
+from headstart.support.text import shortened
 
 ENDINGS = (*(lines + packed for lines in LINES for packed in ("", *COMPRESSED)), ".txt")
+PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
+ANSWERS = ("completion", "response", "output", "solution", "answer")
+"""Columns of a prompt, and of what answers it, as data sets name them; in order of precedence."""
+DETAILS = ("input", "context")
+"""Columns that go on from an ``instruction``, of Alpaca and of Dolly."""
 COLUMNS = ("messages", "conversations", "turns", *PROMPTS, "text")
 """Keys that may hold a row's prompt, in order of precedence."""
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
@@ -133,6 +148,32 @@ class Prompter:
         if self.templated:
             return self.converse(messages)
         return self.begin("\n\n".join(message["content"] for message in messages))
+
+
+def read_pair(row: Row, prompt: str, answer: str, where: str, images: bool = False) -> tuple[list[Message], Any]:
+    """Return the messages and tools of a row of two columns, each text of one turn or a list of turns; ``answer`` empty: of the prompt.
+
+    ``images``: turns may have some. Raises UserError, which begins with ``where``.
+    """
+    asked = _turns(prompt_of(row, prompt, where), "user", f"{where}, {prompt}")
+    asked = [turn | {"weight": 0} if turn["role"] == ASSISTANT else turn for turn in asked]  # only what follows is learned
+    said = _turns(row[answer], ASSISTANT, f"{where}, {answer}") if answer else []
+    return completed(row, asked + said, where, images)
+
+
+def prompt_of(row: Row, column: str, where: str) -> Any:
+    """Return the value of a row's prompt; below an instruction what it is about. Raises UserError if there is such and one is no text."""
+    about = {name: row[name] for name in DETAILS if column == "instruction" and not is_blank(row.get(name))}
+    odd = [name for name, value in ({column: row[column]} | about).items() if not isinstance(value, str) or looks_like_turns(value)]
+    if about and odd:
+        allowed = f"{', '.join([column, *about])} go together where all are text"
+        raise UserError(f"{where}: {allowed}; got {odd[0]} {shortened(row[odd[0]])}: write it as text, or leave it out")
+    return "\n".join([row[column], *about.values()]) if about else row[column]
+
+
+def _turns(value: Any, role: str, where: str) -> list[Message]:
+    text = isinstance(value, str) and not looks_like_turns(value)
+    return [{"role": role, "content": value}] if text else read_messages(value, where)
 
 
 def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None, per_task: int | None = None) -> list[Prompt]:

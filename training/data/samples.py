@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from headstart.chat.images import ImageFile
-from headstart.chat.messages import ANSWERS, DETAILS, PROMPTS, Message, looks_like_turns, prompt_of, read_conversation, read_pair, unread
+from headstart.chat.messages import Message, looks_like_turns, read_conversation, unread
+from headstart.chat.prompts import ANSWERS, DETAILS, PROMPTS, prompt_of, read_pair
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
 from headstart.support.text import shortened
@@ -186,8 +187,8 @@ class Column:
     def plain_pair(self, row: Row, where: str) -> tuple[str, str]:
         """Return prompt and answer as plain texts. Raises UserError for turns."""
         self.value(row, where)
-        pair = prompt_of(row, self.name), row[self.answer] if self.answer else ""
-        if not all(isinstance(text, str) for text in pair):
+        pair = prompt_of(row, self.name, where), row[self.answer] if self.answer else ""
+        if not all(isinstance(text, str) and not (self.data.format == "auto" and looks_like_turns(text)) for text in pair):
             raise UserError(f"{where}: {self.name} and {self.answer} are text without a chat template; set data.chat_template for turns")
         return pair
 

@@ -66,6 +66,7 @@ def test_text_is_cut(tmp_path):
         ("p.jsonl", '{"messages": [{"speaker": "a"}]}', "this one has speaker"),
         ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
+        ("p.jsonl", '{"instruction": "a", "input": 3}', "instruction, input go together where all are text; got input 3"),
         ("p.jsonl.gz", "not compressed", "line 1: not valid JSON"),
     ],
 )

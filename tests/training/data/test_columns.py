@@ -9,6 +9,7 @@ from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
 from published import shapes
 from test_regenerate import rows_of, turns
 
+from headstart.chat.images import for_server
 from headstart.chat.messages import read_messages
 from headstart.chat.prompts import Prompter, read_prompts
 from headstart.support.errors import UserError
@@ -166,11 +167,23 @@ def made(row: dict[str, Any], template: str | None = CHATML, ends: tuple[int, ..
         {"prompt": ASKED, "completion": SAID}, {"prompt": ASKED, "response": SAID}, {"query": ASKED, "response": SAID},
         {"question": ASKED, "answer": SAID}, {"problem": ASKED, "solution": SAID, "answer": "4"}, {"input": ASKED, "output": SAID},
         {"instruction": ASKED, "input": "", "output": SAID, "text": "### Instruction:"}, {"instruction": ASKED, "output": SAID},
+        {"instruction": ASKED, "input": [], "context": None, "output": SAID, "system": {}},
         {"prompt": PAIR[:1], "completion": PAIR[1:]}, {"prompt": json.dumps(PAIR[:1]), "completion": SAID},
     ],
 )  # fmt: skip
 def test_pairs_of_the_usual_names_are_conversations(row: dict[str, Any]) -> None:
     assert made(row) == made({"messages": PAIR})
+
+
+def test_answers_within_a_prompt_are_no_labels_and_stay() -> None:
+    talk = turns(ASKED, "Two.", "Sure?", SAID)
+    expected = [talk[0], talk[1] | {"weight": 0}, *talk[2:]]
+    for prompt in (talk[:3], json.dumps(talk[:3])):
+        for answer in (SAID, talk[3:]):
+            assert made({"prompt": prompt, "completion": answer}) == made({"messages": expected}) != made({"messages": talk})
+        (item,) = read_items([{"prompt": prompt, "completion": SAID}], Data(train="x"), "x")
+        assert isinstance(item, Conversation) and item.pending and item.messages == expected[:3]
+        assert for_server(item.messages, "x") == talk[:3]
 
 
 def test_an_instruction_goes_on_with_its_input_and_begins_with_the_system_message() -> None:
@@ -204,6 +217,8 @@ def test_without_a_chat_template_the_answer_follows_as_it_is_and_ends() -> None:
     assert sum(templated[1]) == len(made(row, None)[0][0]) - len(asked), "the template is left out where the recipe says text"
     with pytest.raises(UserError, match="row 1: prompt and completion are text without a chat template; set data.chat_template"):
         made({"prompt": PAIR[:1], "completion": PAIR[1:]}, None)
+    with pytest.raises(UserError, match="row 1: prompt and completion are text without a chat template"):
+        made({"prompt": json.dumps(PAIR[:1]), "completion": SAID}, None)
 
 
 def test_what_is_no_pair_is_as_before_and_errors_name_both_columns() -> None:

@@ -178,7 +178,6 @@ def with_call(value):
         ({"ask": "a", "told": "b"}, "columns ask, told, not messages or conversations or prompt with completion or text; name yours with"),
         ({"messages": [{"role": "user"}, {"text": "x"}]}, "x, row 1, turn 1: a turn has role and content, or from and value; this"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "x, row 1, turn 0: unknown speaker 'alien'; known: human, user, gpt"),
-        ({"messages": [ANSWER | {"weight": 0.5}]}, "x, row 1, turn 0: weight is 0 or 1, whether the turn is learned; got 0.5"),
         (
             {"messages": [{"role": "user", "content": "Two?", "value": "Three?"}]},
             "row 1, turn 0: content and value are names of the same; got 'Two?' and 'Three?': keep one",
@@ -187,10 +186,20 @@ def with_call(value):
             {"messages": [ANSWER | {"from": "Bo"}, ANSWER | {"from": "human"}]},
             "row 1, turn 1: role and from are names of the same; got 'assistant' and 'user'",
         ),
+        ({"messages": [ANSWER | {"weight": 0.5}]}, "x, row 1, turn 0: weight is 0 or 1, whether the turn is learned; got 0.5"),
         (
             {"messages": [ANSWER | {"content": [{"type": "text", "text": "Four.", "weight": 0}]}]},
             "turn 0: a part of content has weight, which is read of whole turns: mark the turn, or remove it",
         ),
+        # what goes on from an instruction
+        *(
+            (
+                {"instruction": "Double it.", "input": value, "output": "84"},
+                "x, row 1: instruction, input go together where all are text; got input",
+            )
+            for value in (0, ["a fact"], {"city": "Oslo"}, json.dumps(TALK))
+        ),
+        ({"instruction": TALK[:1], "context": "Oslo", "output": "84"}, "context go together where all are text; got instruction [{'role'"),
         # JSON text
         (
             {"messages": "Two?"},
