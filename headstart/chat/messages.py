@@ -114,6 +114,11 @@ def is_learned(message: Message) -> bool:
     return message["role"] == ASSISTANT and all(message.get(mark, learned) == learned for mark, learned in MARKS.items())
 
 
+def asks(messages: Sequence[Message]) -> bool:
+    """Whether a conversation ends with what the assistant is to answer: a question, or the result of a call."""
+    return bool(messages) and messages[-1]["role"] not in (ASSISTANT, "system")
+
+
 def unread(message: Message) -> set[str]:
     """Return the names of a turn's fields that are not read: those that few templates print, and a mark that another's turn is learned."""
     own = message["role"] == ASSISTANT

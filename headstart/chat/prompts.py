@@ -23,8 +23,10 @@ from headstart.chat.conversation import Chat, begin
 from headstart.chat.messages import (
     ASSISTANT,
     Message,
+    asks,
     completed,
     is_blank,
+    is_learned,
     looks_like_turns,
     prompt_length,
     read_conversation,
@@ -61,6 +63,8 @@ class Prompt:
     """The conversation so far; empty where the prompt is the beginning of a text."""
     later: tuple[str, ...] = ()
     """Remaining questions (`Prompter.follow`)."""
+    tools: Any = None
+    """Of the conversation."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Prompter:
     def follow(self, prompt: Prompt, answer_T: Tensor) -> Prompt:
         """The prompt of the next question, after this answer. Without a chat template, turns are separated by an empty line."""
         messages = (*prompt.messages, self.answered(prompt.messages, answer_T), _question(prompt.later[0]))
-        return replace(prompt, ids_T=self._render(messages), messages=messages, later=prompt.later[1:])
+        return replace(prompt, ids_T=self._render(messages, prompt.tools), messages=messages, later=prompt.later[1:])
 
     def of_row(self, row: Row) -> Prompt:
         """The prompt of a file's row. Raises UserError (without the line number) if the row has none."""
@@ -122,31 +126,33 @@ class Prompter:
         value, images = row[column], row.get("images") or row.get("image")
         if isinstance(images, str | list | dict) and images and not (self.with_images and column != "text"):
             raise UserError("the row has images: give --images to ask a question with them, or leave the column out")
-        if column in ("messages", "conversations") or (column == "prompt" and isinstance(value, list)):
+        if column in ("messages", "conversations"):
             messages, tools = read_conversation(row, column, column, images=self.with_images)
             answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-            asking = messages[: answers[-1]] if answers else messages  # up to the last answer
+            learned = [i for i in answers if i and is_learned(messages[i])]
+            asking = messages if asks(messages) or not answers else messages[: (learned or answers)[-1]]
             if not asking:
                 raise UserError(f"{column} begins with its last answer: nothing is asked")
             return Prompt(self.converse(asking, tools))
         questions = value if column == "turns" and isinstance(value, list) else [value]
-        odd = next((question for question in questions if not isinstance(question, str)), None)
+        odd = next((question for question in questions if not isinstance(question, (list, str) if column in PROMPTS else str)), None)
         if odd is not None:
             raise UserError(f"{column}: text expected; got {type(odd).__name__}")
         if column == "text":
             ids_T = self.begin(value)
             return Prompt(ids_T[: prompt_length(len(ids_T), self.prompt_tokens)])
-        asked = tuple(read_pair(row | {column: questions[0]}, column, "", column, self.with_images)[0])
-        return Prompt(self._render(asked), messages=asked, later=tuple(questions[1:]))
+        asked, tools = read_pair(row | {column: questions[0]}, column, "", "the row", self.with_images)
+        ids_T = (self.converse if looks_like_turns(questions[0]) else self._render)(asked, tools)
+        return Prompt(ids_T, messages=tuple(asked), later=tuple(questions[1:]), tools=tools)
 
     @property
     def templated(self) -> bool:
         """Whether questions are asked with a chat template."""
         return self.chat is not False and bool(self.settings.template_of(self.tokenizer))
 
-    def _render(self, messages: Sequence[Message]) -> Tensor:
+    def _render(self, messages: Sequence[Message], tools: Any = None) -> Tensor:
         if self.templated:
-            return self.converse(messages)
+            return self.converse(messages, tools)
         return self.begin("\n\n".join(message["content"] for message in messages))
 
 

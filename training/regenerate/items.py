@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.chat.conversation import Trace
-from headstart.chat.messages import ASSISTANT, Message, is_learned, prompt_length
+from headstart.chat.messages import Message, asks, is_learned, prompt_length
 from headstart.support.files import value_hash
 from headstart.training.data.rows import Row
 from headstart.training.data.samples import find_column
@@ -125,7 +125,7 @@ class Conversation(Item):
             if is_learned(message) and self.messages:
                 return True
             self.messages.append(message)
-        return bool(self.messages) and self.messages[-1]["role"] not in (ASSISTANT, "system")
+        return asks(self.messages)
 
     def _add(self, message: Message) -> None:
         replaced = self.original[len(self.messages)] if len(self.messages) < len(self.original) else {}

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_templates import CHATML, TURNS, chat, make_tokenizer
+from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
 from errors import refusal
 
 from headstart.chat.prompts import Prompter, read_prompts
+from headstart.training.recipe.recipe import Data
 
 
 def decoded(path, **arguments) -> list[str]:
@@ -42,6 +43,31 @@ def test_rows_of_every_kind(tmp_path):
     assert decoded(plain, template=CHATML)[0] == rendered
 
 
+def test_rows_ask_what_training_asks(tmp_path):
+    """In several turns, after a question or a result, beside tools: the prompt of the row's last label."""
+    template = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
+    talk, tools = chat(("user", "One?"), ("assistant", "Two."), ("user", "Three?"), ("assistant", "Four.")), {"tools": [{"name": "add"}]}
+    result = [*talk[:2], {"role": "observation", "content": "4"}]
+    rows = [
+        {"prompt": talk[:3], "completion": "Four."}, {"prompt": json.dumps(talk[:3]), "completion": "Four."},
+        {"question": talk[:3], "answer": talk[3:]}, {"prompt": "One?", "completion": "Two."} | tools,
+        {"prompt": talk[:3], "completion": "Four."} | tools, {"messages": [*talk, talk[0], talk[1] | {"weight": 0}]},
+        {"messages": talk[:3]}, {"messages": result},
+    ]  # fmt: skip
+    tokenizer = make_tokenizer(template, special="<|im_start|> <|im_end|>")
+    for row in rows:
+        messages = row.get("messages", [])
+        trained = row | ({"messages": [*messages, *talk[3:]]} if messages and messages[-1]["role"] != "assistant" else {})
+        (sample,) = make_samples([trained], tokenizer, Data(train="x"), source="x")[0]
+        (tmp_path / "row.jsonl").write_text(json.dumps(row))
+        (prompt,) = read_prompts(tmp_path / "row.jsonl", Prompter(tokenizer))
+        last = [i for i in range(1, len(sample.tokens)) if sample.loss_mask[i] and not sample.loss_mask[i - 1]][-1]
+        assert prompt.ids_T.tolist() == sample.tokens[:last].tolist(), row
+    first = Prompter(tokenizer).of_row({"turns": ["One?", "Three?"]} | tools)
+    for prompt in (first, Prompter(tokenizer).follow(first, sample.tokens[-2:])):
+        assert tokenizer.decode(prompt.ids_T).startswith("add<|im_start|>user")
+
+
 def test_text_is_cut(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "What is two and two? It is four."}\n')
@@ -66,6 +92,7 @@ def test_text_is_cut(tmp_path):
         ("p.jsonl", '{"messages": [{"speaker": "a"}]}', "this one has speaker"),
         ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
+        ("p.jsonl", json.dumps({"prompt": json.dumps(chat(TURNS[0]))}), "no chat template"),
         ("p.jsonl", '{"instruction": "a", "input": 3}', "instruction, input go together where all are text; got input 3"),
         ("p.jsonl.gz", "not compressed", "line 1: not valid JSON"),
     ],
