@@ -1,7 +1,7 @@
 // Products and attention of few rows for compiled layers on a CPU, as operations of torch.
 //
-// A row has the same bits among any number of rows: every sum adds its products in one order, and sums over keys are kept in fp64 and
-// rounded once. Written with vectors of the compiler, as long as the processor's registers: of longer ones GCC makes single numbers.
+// A row has the same bits among any number of rows: every sum adds its products in one order, sums over keys in that of the keys.
+// Written with vectors of the compiler, as long as the processor's registers: of longer ones GCC makes single numbers.
 //
 // Shape suffixes: B batch, H query heads, G key heads, N queries, S keys, C width of a head, M rows, K inputs, O outputs of a block.
 
@@ -21,7 +21,7 @@
 #include <memory>
 #include <type_traits>
 #include <vector>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -56,7 +56,14 @@ inline Floats spread(float x) { return Floats{} + x; }
 inline float from_bits(Bits x) { const uint32_t word = uint32_t(x) << 16; float y; std::memcpy(&y, &word, 4); return y; }
 inline Floats low(Words pairs) { pairs <<= 16; return (Floats)pairs; }
 inline Floats high(Words pairs) { pairs &= 0xffff0000u; return (Floats)pairs; }
-inline Floats widened(const Bits* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16); }
+inline Floats widened(const Bits* from)
+{
+#if defined(__AVX512F__)   // GCC makes five instructions of the other
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+#else
+    return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+#endif
+}
 
 inline Bits rounded(float x)
 {
@@ -83,7 +90,7 @@ inline void finish(const float* sums, T* y, const float* bias, int64_t outputs)
 #endif
 
 // [a's halves added, b's halves added], then quarters and so on: in the end lane i is the sum of vector i, added up in the same order for every i.
-inline Floats sums_of(const Floats* v)
+inline __attribute__((always_inline)) Floats sums_of(const Floats* v)
 {
 #if defined(__AVX512F__)
     Floats two[8], four[4], eight[2];
@@ -383,7 +390,6 @@ void pack(const Tensor& weight, Tensor& packed, int64_t first)
 constexpr int64_t KEYS = 16;         // of a block
 constexpr int64_t QUERIES = 16;      // of a key head that are computed together: so many use a block of keys once it is in the cache
 constexpr float HIDDEN = -1e30f;     // the score of a masked key
-constexpr int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 template <typename T>
 inline void to_floats(float* to, const T* from, int64_t size)
@@ -398,47 +404,70 @@ inline void to_floats(float* to, const T* from, int64_t size)
     }
 }
 
+// Queries and keys are multiplied in bf16 where the processor does that, and else in fp32.
+#if defined(__AVX512BF16__)
+template <typename T> using Factor = T;
+inline Floats add_product(Floats sum, const Bits* a, const Bits* b)
+{
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, load<__m512bh>(a), load<__m512bh>(b));
+}
+#else
+template <typename> using Factor = float;
+#endif
+inline Floats add_product(Floats sum, const float* a, const float* b) { return sum + load<Floats>(a) * load<Floats>(b); }
+template <typename F> constexpr int64_t FACTORS = sizeof(Floats) / sizeof(F);   // of a vector
+template <typename F> constexpr int64_t padded(int64_t size) { return (size + FACTORS<F> - 1) / FACTORS<F> * FACTORS<F>; }
+
+template <typename F, typename T>
+inline void to_factors(F* to, const T* from, int64_t size)
+{
+    if constexpr (std::is_same_v<F, T>) std::memcpy(to, from, size * sizeof(T));
+    else to_floats(to, from, size);
+}
+
 // The scores of a block of keys: scale * (query . key) is added to each. Widths are padded with zeros; WIDTH 0: any.
-template <int64_t WIDTH>
-void add_scores(float* scores, const float* query, const float* keys, float scale, int64_t width)
+template <int64_t WIDTH, typename F>
+void add_scores(float* scores, const F* query, const F* keys, float scale, int64_t width)
 {
     const int64_t W = WIDTH ? WIDTH : width;
     for (int64_t first = 0; first < KEYS; first += LANES) {
-        const float* from = keys + first * W;
-        Floats parts[LANES];
-        UNROLL for (int64_t key = 0; key < LANES; ++key) parts[key] = load<Floats>(query) * load<Floats>(from + key * W);
-        for (int64_t i = LANES; i < W; i += LANES)
-            UNROLL for (int64_t key = 0; key < LANES; ++key) parts[key] += load<Floats>(query + i) * load<Floats>(from + key * W + i);
+        Floats parts[LANES] = {};
+        for (int64_t i = 0; i < W; i += FACTORS<F>)
+            UNROLL for (int64_t key = 0; key < LANES; ++key) parts[key] = add_product(parts[key], query + i, keys + (first + key) * W + i);
         store(scores + first, load<Floats>(scores + first) + sums_of(parts) * scale);
     }
 }
 
-// output += share * value, summed over a block of keys.
-template <int64_t WIDTH>
-void add_values(double* output, const float* shares, const double* values, int64_t width)
+// output += share * value, key after key: so a masked key changes nothing, wherever it lies. Q queries and V vectors at a time.
+template <int64_t Q, int64_t V>
+inline void add_values(float* output, const float* shares, int64_t slots, const float* values, int64_t width)
 {
-    const int64_t W = WIDTH ? WIDTH : width;
-    for (int64_t at = 0; at < W; at += LANES) {
-        Doubles first = load<Doubles>(output + at), second = load<Doubles>(output + at + LANES / 2);
-        for (int64_t key = 0; key < KEYS; ++key) {
-            const double* from = values + key * W + at;
-            first += load<Doubles>(from) * double(shares[key]);
-            second += load<Doubles>(from + LANES / 2) * double(shares[key]);
-        }
-        store(output + at, first);
-        store(output + at + LANES / 2, second);
+    for (int64_t at = 0; at < width; at += V * LANES) {
+        Floats sums[Q][V];
+        UNROLL for (int64_t q = 0; q < Q; ++q)
+            UNROLL for (int64_t v = 0; v < V; ++v) sums[q][v] = load<Floats>(output + q * width + at + v * LANES);
+        for (int64_t key = 0; key < KEYS; ++key)
+            UNROLL for (int64_t v = 0; v < V; ++v)
+                UNROLL for (int64_t q = 0; q < Q; ++q)
+                    sums[q][v] += load<Floats>(values + key * width + at + v * LANES) * shares[q * slots + key];
+        UNROLL for (int64_t q = 0; q < Q; ++q)
+            UNROLL for (int64_t v = 0; v < V; ++v) store(output + q * width + at + v * LANES, sums[q][v]);
     }
 }
 
-using AddScores = void (*)(float*, const float*, const float*, float, int64_t);
-using AddValues = void (*)(double*, const float*, const double*, int64_t);
-AddScores adding_scores(int64_t width)
+template <int64_t V>
+void add_values(float* output, const float* shares, int64_t slots, const float* values, int64_t width, int64_t count)
 {
-    return width == 64 ? add_scores<64> : width == 96 ? add_scores<96> : width == 128 ? add_scores<128> : width == 256 ? add_scores<256> : add_scores<0>;
+    int64_t q = 0;
+    for (; q + 2 <= count; q += 2) add_values<2, V>(output + q * width, shares + q * slots, slots, values, width);
+    if (q < count) add_values<1, V>(output + q * width, shares + q * slots, slots, values, width);
 }
-AddValues adding_values(int64_t width)
+
+template <typename F> using AddScores = void (*)(float*, const F*, const F*, float, int64_t);
+template <typename F> AddScores<F> adding_scores(int64_t width)
 {
-    return width == 64 ? add_values<64> : width == 96 ? add_values<96> : width == 128 ? add_values<128> : width == 256 ? add_values<256> : add_values<0>;
+    return width == 64 ? add_scores<64, F> : width == 96 ? add_scores<96, F> : width == 128 ? add_scores<128, F> : width == 256 ? add_scores<256, F>
+        : add_scores<0, F>;
 }
 
 // exp(x) for x <= 0, to a unit in the last place or two (Cephes): 2^n times a polynomial of what is left.
@@ -487,16 +516,22 @@ void attend(
     const T* queries, const T* keys, const T* values, const Mask* mask, T* output, float scale, int64_t first, int64_t last, Sizes of,
     Strides query, Strides key, Strides value, int64_t mask_row, Strides out)
 {
-    const int64_t width = padded(of.C), value_width = padded(of.D), count = last - first, slots = (of.S + KEYS - 1) / KEYS * KEYS;
-    const AddScores scoring = adding_scores(width);
-    const AddValues summing = adding_values(value_width);
-    const std::unique_ptr<float[]> floats(new float[KEYS * std::max(width, value_width) + count * (width + slots)]());
-    const std::unique_ptr<double[]> doubles(new double[(KEYS + count) * value_width]());
-    float *rows = floats.get() + KEYS * std::max(width, value_width), *scores = rows + count * width;
-    double *value_rows = doubles.get(), *sums = value_rows + KEYS * value_width, totals[QUERIES];
+    using F = Factor<T>;
+    const int64_t width = padded<F>(of.C), value_width = padded<float>(of.D), count = last - first;
+    const int64_t slots = ((of.S + KEYS - 1) / KEYS | 1) * KEYS;   // an odd number: rows 2^n bytes apart would share their places in the cache
+    const AddScores<F> scoring = adding_scores<F>(width);
+    const auto summing = value_width % (4 * LANES) ? add_values<1> : add_values<4>;
+    static thread_local std::vector<F> factors;
+    static thread_local std::vector<float> floats;
+    factors.assign((KEYS + count) * width, F());
+    floats.resize((KEYS + count) * value_width + count * slots);
+    F* key_rows = factors.data();
+    float *value_rows = floats.data(), *sums = value_rows + KEYS * value_width, *scores = sums + count * value_width;
+    double totals[QUERIES];
+    std::fill(value_rows, scores, 0.0f);
     for (int64_t q = 0; q < count; ++q) {
         const int64_t head = (first + q) / of.N, place = (first + q) % of.N;
-        to_floats(rows + q * width, queries + head * query.head + place * query.position, of.C);
+        to_factors(key_rows + (KEYS + q) * width, queries + head * query.head + place * query.position, of.C);
         float* row = scores + q * slots;
         to_floats(row, mask + place * mask_row, of.S);
         std::fill(row + of.S, row + slots, HIDDEN);
@@ -510,17 +545,15 @@ void attend(
     };
     for (int64_t start = 0; start < of.S; start += KEYS) {
         if (!seen(HIDDEN, start)) continue;
-        for (int64_t i = 0; i < std::min(KEYS, of.S - start); ++i) to_floats(floats.get() + i * width, keys + (start + i) * key.position, of.C);
-        for (int64_t q = 0; q < count; ++q) scoring(scores + q * slots + start, rows + q * width, floats.get(), scale, width);
+        for (int64_t i = 0; i < std::min(KEYS, of.S - start); ++i) to_factors(key_rows + i * width, keys + (start + i) * key.position, of.C);
+        for (int64_t q = 0; q < count; ++q) scoring(scores + q * slots + start, key_rows + (KEYS + q) * width, key_rows, scale, width);
     }
     for (int64_t q = 0; q < count; ++q) totals[q] = exponentials(scores + q * slots, slots);
     for (int64_t start = 0; start < of.S; start += KEYS) {
         if (!seen(0, start)) continue;
-        for (int64_t i = 0; i < std::min(KEYS, of.S - start); ++i) {
-            to_floats(floats.get(), values + (start + i) * value.position, of.D);
-            for (int64_t d = 0; d < of.D; ++d) value_rows[i * value_width + d] = floats[d];
-        }
-        for (int64_t q = 0; q < count; ++q) summing(sums + q * value_width, scores + q * slots + start, value_rows, value_width);
+        for (int64_t i = 0; i < std::min(KEYS, of.S - start); ++i)
+            to_floats(value_rows + i * value_width, values + (start + i) * value.position, of.D);
+        summing(sums, scores + start, slots, value_rows, value_width, count);
     }
     for (int64_t q = 0; q < count; ++q) {
         T* to = output + (first + q) / of.N * out.head + (first + q) % of.N * out.position;
@@ -542,8 +575,10 @@ Tensor attention(const Tensor& query_, const Tensor& keys_, const Tensor& values
     TORCH_CHECK(mask_.size(1) == 1 && keys.size(2) >= of.S && values.size(2) >= of.S, "attention has fewer keys than its mask");
     const Tensor mask = (mask_.stride(-1) == 1 ? mask_ : mask_.contiguous()).expand({B, 1, of.N, of.S});
     Tensor output = at::empty({B, of.N, H, of.D}, query.options());
-    const int64_t group = H / G * of.N, threads = at::get_num_threads();   // queries of a key head
-    const int64_t part = std::clamp<int64_t>(B * G * group / std::max<int64_t>(2 * threads, 1), 1, QUERIES), parts = (group + part - 1) / part;
+    const int64_t group = H / G * of.N;   // queries of a key head, in parts: as many for every thread
+    int64_t parts = (group + QUERIES - 1) / QUERIES;
+    while (parts < group && B * G * parts % at::get_num_threads()) ++parts;
+    const int64_t part = (group + parts - 1) / parts;
     const auto strides = [](const Tensor& one) { return Strides{one.stride(0), one.stride(1), one.stride(2)}; };
     const Strides q = strides(query), k = strides(keys), v = strides(values), out{output.stride(0), output.stride(2), output.stride(1)};
     const auto run = [&](auto typed, auto masked) {
