@@ -26,25 +26,30 @@ inline void decode(const Codes& from, int64_t o, Pairs* to)
     to[1] = (__m512bh)_mm512_permutexvar_epi16(two, table);
 }
 
+constexpr int64_t CHUNK = 24;   // `Codes` at most that are read for all outputs before the next ones: they stay in the first cache
+
 template <int64_t R>
 inline void block(const Bits* x, const Codes* w, Bits* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
 {
+    const int64_t count = K / INPUTS, chunks = (count + CHUNK - 1) / CHUNK, chunk = (count + chunks - 1) / chunks;
     Floats parts[R][OUTPUTS];   // of sums, which are added up at the end
-    for (int64_t o = 0; o < OUTPUTS; o += 2) {
-        __m512 s[R][2] = {};
-        for (int64_t k = 0; k < K; k += INPUTS) {
-            const Codes* from = w + k / INPUTS;
-            Pairs weights[2];
-            decode(*from, o, weights);
-            __builtin_prefetch((const char*)(from + K / INPUTS) + o / 2 * 64);   // of the next block
-            UNROLL for (int64_t r = 0; r < R; ++r) {
-                const Pairs in = (Pairs)_mm512_loadu_si512(x + r * K + k);
-                s[r][0] = _mm512_dpbf16_ps(s[r][0], in, weights[0]);
-                s[r][1] = _mm512_dpbf16_ps(s[r][1], in, weights[1]);
+    for (int64_t start = 0; start < count; start += chunk)
+        for (int64_t o = 0; o < OUTPUTS; o += 2) {
+            __m512 s[R][2] = {};
+            if (start)
+                UNROLL for (int64_t r = 0; r < R; ++r) { s[r][0] = (__m512)parts[r][o]; s[r][1] = (__m512)parts[r][o + 1]; }
+            for (int64_t k = start; k < std::min(start + chunk, count); ++k) {
+                Pairs weights[2];
+                decode(w[k], o, weights);
+                __builtin_prefetch((const char*)(w + k + chunk) + o / 2 * 64);
+                UNROLL for (int64_t r = 0; r < R; ++r) {
+                    const Pairs in = (Pairs)_mm512_loadu_si512(x + r * K + k * INPUTS);
+                    s[r][0] = _mm512_dpbf16_ps(s[r][0], in, weights[0]);
+                    s[r][1] = _mm512_dpbf16_ps(s[r][1], in, weights[1]);
+                }
             }
+            UNROLL for (int64_t r = 0; r < R; ++r) { parts[r][o] = (Floats)s[r][0]; parts[r][o + 1] = (Floats)s[r][1]; }
         }
-        UNROLL for (int64_t r = 0; r < R; ++r) { parts[r][o] = (Floats)s[r][0]; parts[r][o + 1] = (Floats)s[r][1]; }
-    }
     for (int64_t r = 0; r < R; ++r) {
         float sums[OUTPUTS];
         for (int64_t o = 0; o < OUTPUTS; o += LANES) store(sums + o, sums_of(parts[r] + o));
