@@ -31,6 +31,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import ENCODED, KINDS, Features, Images, join_features, size_of, split_rows
 from headstart.heads.backbone.model_config import CACHE, NAMES
 from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.inference.capture.capture import version
 from headstart.inference.engine.processing import common_prefix
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
@@ -119,8 +120,8 @@ class Earlier:
     features: Features
     offset: int
     """The position of the token after it, less its length (`RaggedCache`)."""
-    keys: Tensor
-    """The keys of its first layer: others there mean that something else has changed it."""
+    held: tuple[list[Tensor], list[Any]]
+    """Its layers' keys and values, and which they are, as they were: others there mean that something else has changed it."""
     reader: ref[Reader]
     """What has read it, which is made anew when the weights change."""
 
@@ -142,7 +143,7 @@ class Continued:
     def prefill(self, ids_T: Tensor) -> tuple[Features, RaggedCache] | None:
         """The features and the cache of a prompt ``[T]`` of which some is known; None: nothing is."""
         earlier = None if self.cache is None else _earlier.get(self.cache)
-        if self.cache is None or earlier is None or earlier.reader() is not self.reader or _keys(self.cache) is not earlier.keys:
+        if self.cache is None or earlier is None or earlier.reader() is not self.reader or _held(self.cache)[1] != earlier.held[1]:
             return None
         ids = ids_T.tolist()[:-1]  # the logits after the last token are needed
         common = common_prefix(earlier.ids, ids)
@@ -172,12 +173,12 @@ class Continued:
         self.cache.layers[:] = layers
         features: Features = map_tensors(lambda value_1T: value_1T[:, :T], join_features(self._parts))
         features = Features(features.tokens_BT, features.hidden_BTD, features.taps)
-        _earlier[self.cache] = Earlier(ids_T[:-1].tolist(), features, read.offsets[0], layers[0].keys, ref(self.reader))
+        _earlier[self.cache] = Earlier(ids_T[:-1].tolist(), features, read.offsets[0], _held(self.cache), ref(self.reader))
 
 
-def _keys(cache: DynamicCache) -> Tensor | None:
-    keys: Tensor | None = cache.layers[0].keys if cache.layers else None
-    return keys
+def _held(cache: DynamicCache) -> tuple[list[Tensor], list[Any]]:
+    sides = [side for layer in cache.layers for side in (layer.keys, layer.values)]
+    return sides, [side if side is None else (id(side), version(side)) for side in sides]
 
 
 GENERATE: CodeType = inspect.unwrap(GenerationMixin.generate).__code__

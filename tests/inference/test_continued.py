@@ -149,7 +149,7 @@ def test_what_others_have_filled_or_changed_is_read_anew(reads: list[int]) -> No
         model.generate(**row(torch.cat([text, torch.ones_like(text[:, :2])], 1)), past_key_values=cache, **HOW)
 
     text = model.generate(**row(ids), past_key_values=cache, **HOW)  # by transformers
-    for change in (None, lambda: cache.crop(-4), lengthened, cache.reset):
+    for change in (None, lambda: cache.crop(-4), lengthened, cache.reset, lambda: cache.layers[-1].values.neg_()):
         if change is not None:
             change()
         ids = follow(text, 0)
