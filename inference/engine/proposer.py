@@ -114,7 +114,8 @@ class ProposerSource(Source):
 
     def extend(self, accepted: Accepted) -> None:
         for sequence, tokens in zip(accepted.sequences, accepted.tokens, strict=True):
-            self.proposer.extend(sequence, tokens)
+            if tokens:  # none where a step that was taken later has ended the text
+                self.proposer.extend(sequence, tokens)
 
     def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         self.proposer.observe(tokens, top_tokens, logprobs)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import ROW, ROWS, VOCAB, heads, random_drafter, say, tiny
+from families import ROW, ROWS, VOCAB, backbone, random_drafter, say, tiny
 from torch import Tensor
 from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -19,6 +19,7 @@ import headstart
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.proposers import made
 from headstart.support.errors import UserError
 
 ENDS: dict[str, Any] = {"eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60}
@@ -26,7 +27,7 @@ ENDS: dict[str, Any] = {"eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60}
 
 @pytest.fixture(scope="module")
 def of() -> SpeculativeModel:
-    return heads("shallow", "eagle3")
+    return SpeculativeModel(on := backbone("shallow"), random_drafter("eagle3", on), proposers=made("recycling"))
 
 
 class Log:
@@ -164,7 +165,7 @@ def stateful_prefix() -> Callable[[int, Tensor], list[int]]:
 @pytest.mark.parametrize("rows", [ROW, ROWS], ids=["row", "batch"])
 def test_what_keeps_a_state_inside_transformers(of: SpeculativeModel, rows: dict[str, Tensor]) -> None:
     watermark = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2)
-    for made in (
+    for given in (
         lambda: {"guidance_scale": 1.5},
         lambda: {"guidance_scale": 1.5, "num_beams": 2},
         lambda: {"watermarking_config": watermark, "num_beams": 2},
@@ -172,7 +173,7 @@ def test_what_keeps_a_state_inside_transformers(of: SpeculativeModel, rows: dict
         lambda: {"prefix_allowed_tokens_fn": stateful_prefix(), "num_beams": 3},
     ):
         how = {"max_new_tokens": 8, "do_sample": False}
-        assert torch.equal(say(of, rows, **how, **made()), of.backbone.model.generate(**rows, **how, **made())), made()
+        assert torch.equal(say(of, rows, **how, **given()), of.backbone.model.generate(**rows, **how, **given())), given()
     how = {"do_sample": True, "seed": 1, "max_new_tokens": 8, "watermarking_config": watermark}
     assert torch.equal(say(of, rows, **how), say(of, rows, speculate=False, **how))
 
