@@ -223,7 +223,7 @@ class Processing:
             ids_RT, scores_RV = torch.stack([ids_T for _, _, ids_T in group]), scores_BNV[rows, nodes]
             for processor in self.processors if self._alike else self._by_row[row]:
                 scores_RV = processor(ids_RT, scores_RV)
-            out_BNV[rows, nodes] = scores_RV
+            out_BNV[rows, nodes] = scores_RV.float()
         return out_BNV
 
     def _fork(self, scores_NV: Tensor, history: History, tree: CandidateTree | None, b: int) -> Tensor:

@@ -186,7 +186,7 @@ class Even(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.asked += 1
-        return scores + 3.0 * ((input_ids[:, -1:] + torch.arange(VOCAB)) % 2)
+        return scores.double() + 3.0 * ((input_ids[:, -1:] + torch.arange(VOCAB)) % 2)  # of any dtype
 
 
 def test_what_keeps_no_state_goes_with_trees(of: SpeculativeModel, caplog: pytest.LogCaptureFixture) -> None:
