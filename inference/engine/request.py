@@ -178,7 +178,7 @@ def read_request(
 ) -> Request:
     """Read the arguments of a call but images. Raises UserError naming an argument that is not supported."""
     _refuse(config, model_kwargs, streamer)
-    mask, beams = model_kwargs.get("attention_mask"), read_beam_rules(config)
+    ids_BT, mask, beams = ids_BT.long(), model_kwargs.get("attention_mask"), read_beam_rules(config)
     if beams is not None:
         ids_BT, mask = ids_BT[:: beams.beams], None if mask is None else mask[:: beams.beams]
     pads = [0] * len(ids_BT) if mask is None else (mask == 0).sum(1).tolist()
@@ -193,7 +193,7 @@ def read_request(
     return Request(
         ids_BT=ids_BT,
         pads_B=pads,
-        limit=min(lengths) if lengths else 1 << 31,
+        limit=int(min(lengths)) if lengths else 1 << 31,
         eos=frozenset(int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()),
         criteria=StoppingCriteriaList(c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)),
         processing=Processing(processors, len(ids_BT), 1 if beams is None else beams.beams),

@@ -62,10 +62,10 @@ CACHES = "`static` and the like change no text; `offloaded` and `quantized` are 
 TREES = "a pass verifies a tree: run the model once over the finished text"
 
 CASES = [
-    case("inputs", YES, ROWS["input_ids"][:1], shows=False),
+    case("inputs", YES, ROWS["input_ids"][:1].int(), shows=False),
     case("generation_config", YES, None, shows=False),
     case("max_length", YES, 14),
-    case("max_new_tokens", YES, 5),
+    case("max_new_tokens", YES, 5.0),
     case("min_length", YES, 17, **ENDS),
     case("min_new_tokens", YES, 8, **ENDS),
     case("max_time", YES, 0.0),
