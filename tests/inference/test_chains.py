@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import CHAINS, of_transformers
-from families import Scripted, left_padded, prompts, say, unpadded
+from families import Scripted, left_padded, prompts, say, tiny, unpadded
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.chain_cache import MOST_PENDING, ChainRow, copied, mixers_of
+from headstart.heads.backbone.probes import layer_kinds
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.judge import Judge, Text
@@ -131,6 +132,8 @@ def test_what_needs_trees_is_refused_in_one_line() -> None:
         say(SpeculativeModel(on, capture="off"), row, max_new_tokens=4, num_beams=2)
     with pytest.raises(UserError, match="EarlyExit drafts in the model's KV cache; Lfm2ForCausalLM.*leave it out"):
         SpeculativeModel(on, proposers=[EarlyExit(on, layers=2)])
+    (flex := tiny("shallow")).set_attn_implementation("flex_attention")  # whose kernel for CPUs overwrites memory under a tree's mask
+    assert "does not follow a 4-D attention mask" in str(layer_kinds(flex, flex.model.layers)[2])
 
 
 def test_single_tokens_that_are_computed_otherwise_are_found() -> None:
