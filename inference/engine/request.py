@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Images
 from headstart.heads.backbone.model_config import CACHE
+from headstart.inference.capture.captured import warn_once
 from headstart.inference.engine.known_processors import is_by_row, name_of
 from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError
@@ -238,7 +239,7 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
 def require_side(backbone: Backbone, length: int, turning: bool = False) -> None:
     """Raise UserError if a text of ``length`` tokens, begun before the change if ``turning``, is beyond `context_of`.
 
-    LongRoPE's frequencies change once: transformers then reads the text again, and so does `Prompts.turns`.
+    LongRoPE's frequencies change once: transformers then reads Phi's texts again, and `Prompts.turns` any.
     """
     limit = backbone.rope_limit
     if limit is not None and length > limit and not (backbone.rope_switches_once and (backbone.recurrent is None or not turning)):
@@ -246,6 +247,10 @@ def require_side(backbone: Backbone, length: int, turning: bool = False) -> None
             f"{backbone.name} changes its rotary frequencies beyond {limit} positions, where a text of {length} tokens cannot be decoded; "
             "allowed: texts that end before (max_new_tokens)"
         )
+    prepares = getattr(backbone.model.prepare_inputs_for_generation, "__code__", None)
+    if turning and "original_max_position_embeddings" not in getattr(prepares, "co_names", ()):
+        other = f"transformers reads no text of {type(backbone.model).__name__} again at {limit} positions"
+        warn_once(f"{other}, where the rotary frequencies change: its own text is another there, since the first keys stay as they were")
 
 
 def require_sides(request: Request, backbone: Backbone) -> None:

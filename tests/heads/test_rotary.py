@@ -37,11 +37,11 @@ SCALED = {
 """Kinds of rotary embeddings, and their settings for a model that rotates half of each head of 8."""
 
 
-def heads(kind: str, method: str | None = "medusa") -> SpeculativeModel:
+def heads(kind: str, method: str | None = "medusa", family: str = "Phi3") -> SpeculativeModel:
     if kind == "longrope":
         factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.4, 2.0, 3.0]}
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": TURN, **factors}
-        model = build("Phi3", SIZES | {"max_position_embeddings": 128, "original_max_position_embeddings": TURN, "rope_parameters": rope})
+        model = build(family, SIZES | {"max_position_embeddings": 128, "original_max_position_embeddings": TURN, "rope_parameters": rope})
     else:
         rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         model = build("Llama", SIZES | {"max_position_embeddings": TURN, "rope_parameters": rope})
@@ -78,6 +78,12 @@ def test_rows_of_a_batch_cross_it_each_by_itself() -> None:
     assert torch.equal(together[:, -18:], torch.stack(alone))
     stopped = say(of, left_padded(prompts(lengths)), max_new_tokens=18, do_sample=False, stopping_criteria=[Never()])
     assert torch.equal(stopped, together), "and where rows wait for each other"
+
+
+def test_what_transformers_does_not_read_again_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for family, count in (("Phi3", 0), ("Llama", 1)):
+        say(heads("longrope", None, family), left_padded(prompts((20,))), max_new_tokens=18, do_sample=False)
+        assert sum("reads no text of LlamaForCausalLM again at 32" in record.message for record in caplog.records) == count
 
 
 class Never(StoppingCriteria):
