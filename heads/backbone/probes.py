@@ -276,9 +276,8 @@ REASONS = {
 
 def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
     """Map each kind of attention layer to its window size (None: unlimited). Raises UserError for layers of an unknown kind."""
-    kernel = model.config.get_text_config()._attn_implementation, model.device.type
-    if config.get("model_type") in ALIBI or kernel == ("flex_attention", "cpu"):  # which overwrites memory under a tree's mask (torch 2.13)
-        raise UserError(follows_no_mask(model))
+    if config.get("model_type") in ALIBI or model.config._attn_implementation == "flex_attention" and model.device.type == "cpu":
+        raise UserError(follows_no_mask(model))  # torch 2.13's flex kernel for CPUs overwrites memory under a tree's mask
     if config.get("cross_attention_layers"):
         raise UserError(f"{type(model).__name__} has layers of cross-attention to images, which keep no keys of a text")
     # Without layer_types all layers share one window (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo has attention_layers instead.

@@ -1,8 +1,7 @@
 """What a call of ``generate`` gives beside tokens and mask: images, positions, the streamer, and the cache of a conversation.
 
-Such a `DynamicCache` holds the text read so far, and what heads need of that text is kept beside it (`Continued`). Of the next prompt, the
-tokens that follow the longest common prefix are read; a template may have dropped something in between. A cache that something else has
-filled or changed is not relied on: the prompt is read anew.
+Such a `DynamicCache` holds the text read so far; what heads need of it is kept beside it (`Continued`). Of the next prompt, tokens after
+the longest common prefix are read (templates drop earlier thoughts), or all if something else has filled or changed the cache.
 
 transformers 5.23 drops the streamer, and the tokenizer before it makes the criteria of stop strings, which need it. Both are found in the
 frames of the call, since the model is the user's: nothing of it, or of its class, is patched.
@@ -218,8 +217,7 @@ def handed_streamer(model: PreTrainedModel) -> BaseStreamer | None:
     def calls(frame: FrameType) -> bool:
         return frame.f_code is GENERATE and frame.f_locals["self"] is model and frame.f_locals["custom_generate"] is not None
 
-    frame = _frame(calls)
-    if frame is None:
+    if (frame := _frame(calls)) is None:
         return None
     given = frame.f_locals
     if given["assistant_model"] is not None:

@@ -157,8 +157,7 @@ class ForcedProposer(Proposer):
     def open(self, sequence: int, tokens: list[int]) -> None:
         """Texts are read from the call."""
 
-    def extend(self, sequence: int, tokens: list[int]) -> None:
-        """Texts are read from the call."""
+    extend = open
 
     def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
         forked = self.texts.request.processing.forked[sequence].values()

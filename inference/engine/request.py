@@ -45,8 +45,7 @@ def require_memory(backbone: Backbone, rows: int, positions: int, nodes: int) ->
     still need more.
     """
     needed = rows * (positions * backbone.dim * backbone.dtype.itemsize + nodes * backbone.vocab * 4)
-    there = device_memory(backbone.device)
-    if needed > there:
+    if needed > (there := device_memory(backbone.device)):
         raise UserError(
             f"{rows} sequences of {positions} tokens with trees of {nodes} nodes need at least {gigabytes(needed)}, and the device has "
             f"{gigabytes(there)}; lower the batch size (--batch-size), the prompts or the nodes (--nodes)"
@@ -152,8 +151,7 @@ class Request:
     @cached_property
     def in_order(self) -> bool:
         """True if every row goes on until all have ended, a token at a time: as transformers decodes."""
-        together = self.beams is not None and self.in_steps and len(self.ids_BT) > 1
-        return bool(self.processing.unknown) or together
+        return bool(self.processing.unknown) or (self.beams is not None and self.in_steps and len(self.ids_BT) > 1)
 
     @staticmethod
     def plain(ids_BT: Tensor, limit: int, ends: Iterable[int], processors: LogitsProcessorList, sample: bool) -> Request:
@@ -225,8 +223,7 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
     if model_kwargs.get("inputs_embeds") is not None:
         raise UserError("inputs_embeds is not supported: drafters read tokens; give input_ids")
     if config.cache_implementation not in CACHES:
-        allowed = ", ".join(str(kind) for kind in CACHES)
-        raise UserError(f"cache_implementation={config.cache_implementation!r} is not supported; allowed: {allowed}")
+        raise UserError(f"cache_implementation={config.cache_implementation!r} is not supported; allowed: {', '.join(map(str, CACHES))}")
     past = model_kwargs.get(CACHE)
     own = past is not None and type(past) not in (DynamicCache, StaticCache) and getattr(past, "_is_user_defined", False)
     if own or (past is not None and type(past) is not DynamicCache and past.get_seq_length() > 0):
@@ -249,8 +246,7 @@ def require_side(backbone: Backbone, length: int, turning: bool = False) -> None
         )
     prepares = getattr(backbone.model.prepare_inputs_for_generation, "__code__", None)
     if turning and "original_max_position_embeddings" not in getattr(prepares, "co_names", ()):
-        other = f"transformers reads no text of {type(backbone.model).__name__} again at {limit} positions"
-        warn_once(f"{other}, where the rotary frequencies change: its own text is another there, since the first keys stay as they were")
+        warn_once(f"after {limit} tokens transformers keeps {backbone.config.model_type}'s old keys: texts read again, as here, may differ")
 
 
 def require_sides(request: Request, backbone: Backbone) -> None:

@@ -36,8 +36,7 @@ class RecyclingProposer(Proposer):
     def open(self, sequence: int, tokens: list[int]) -> None:
         self.roots[sequence] = tokens[-1]
 
-    def extend(self, sequence: int, tokens: list[int]) -> None:
-        self.roots[sequence] = tokens[-1]
+    extend = open
 
     def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         table = self.table
@@ -46,8 +45,7 @@ class RecyclingProposer(Proposer):
 
     def after(self, token: int, least: float) -> Iterator[tuple[int, float, int]]:
         """Possible next tokens, their probabilities, and their states, which are the tokens again."""
-        probs: dict[int, float] = {}
-        share = NEWEST_WEIGHT
+        probs, share = dict[int, float](), NEWEST_WEIGHT
         for tokens, logprobs in self.table.get(token, ()):
             for following, logprob in zip(tokens, logprobs, strict=True):
                 prob = share * math.exp(logprob)
