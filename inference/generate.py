@@ -33,7 +33,7 @@ from headstart.inference.engine.inputs import entry, handed_streamer, read_image
 from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.proposer import ForcedProposer, Proposer, ProposerSource
-from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_sides
+from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_sides, unknown_token
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.runtime import Engine, turn
 from headstart.inference.steps import GenerateOutput
@@ -162,6 +162,8 @@ class SpeculativeModel:
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         request = replace(request, images=read_images(self.backbone, request, model_kwargs))
         require_sides(request, self.backbone)
+        if unknown := unknown_token(input_ids, self.backbone):
+            raise UserError(unknown)
         if request.images and self.drafters and not self.seen_images:
             warn_once("these heads have seen no images in training: after them fewer drafts may be accepted, and the text is the same")
         if prepares_itself(model):

@@ -39,7 +39,7 @@ from headstart.inference.bench.systems import (
     TransformersSystem,
 )
 from headstart.inference.bench.table import samples
-from headstart.inference.engine.request import context_of, require_room
+from headstart.inference.engine.request import context_of, require_room, unknown_token
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
@@ -248,6 +248,8 @@ def _alone(heads: SpeculativeModel) -> SpeculativeModel:
 
 def those_that_fit(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> tuple[list[Prompt], list[int]]:
     """Return the prompts that leave room for an answer, and the numbers of the others, from 1. Raises UserError if none does."""
+    if unknown := unknown_token(torch.cat([prompt.ids_T for prompt in prompts]), backbone):
+        raise UserError(unknown)
     longest = (context_of(backbone) or sys.maxsize) - plan.max_new_tokens
     fitting = [prompt for prompt in prompts if len(prompt.ids_T) <= longest]
     if not fitting:

@@ -68,6 +68,15 @@ def require_room(what: str, prompt_tokens: int, max_new_tokens: int, backbone: B
         )
 
 
+def unknown_token(ids: Tensor, backbone: Backbone) -> str:
+    """Say which token the backbone does not embed, as of a tokenizer with more tokens than it; empty if it embeds all."""
+    known = getattr(backbone.embed, "num_embeddings", backbone.vocab)
+    for token in (int(ids.min()), int(ids.max())) if ids.numel() else ():
+        if not 0 <= token < known:
+            return f"a prompt has token {token}, the backbone embeds 0 to {known - 1} alone; leave its text out, or resize the embedding"
+    return ""
+
+
 @dataclass(frozen=True)
 class BeamRules:
     """The beam search settings of one call. Lengths include left padding, as in transformers."""

@@ -252,6 +252,23 @@ def test_heads_on_another_backbone(house, tmp_path, capsys):
     assert main([*command, "--allow-finetuned"]) == 0
 
 
+def test_a_tokenizer_of_more_tokens_than_the_model_embeds(house, tmp_path, capsys):
+    shutil.copytree(house / "backbone", tmp_path / "more")
+    tokenizer = load_tokenizer("backbone")
+    tokenizer.add_tokens([f"<new{i}>" for i in range(2000)])
+    tokenizer.save_pretrained(tmp_path / "more")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "<new1999> Hi <new1999>"}\n')
+    commands = ["generate", "Hi <new1999>"], ["bench", "--prompts", rows, "--no-compile", "--propose", "suffix"]
+    errors = [error_of(capsys, *command, "--backbone", tmp_path / "more", "--max-new-tokens", "9") for command in commands]
+    made = {"backbone": {"path": str(tmp_path / "more")}, "drafter": {"kind": "medusa"}, "save": {"dir": "x"}}
+    (tmp_path / "run.yaml").write_text(json.dumps(made | {"data": {"train": str(rows), "format": "text"}}))
+    changes = f"regenerate.out={tmp_path / 'out.jsonl'}", "regenerate.max_new_tokens=9"
+    errors += [error_of(capsys, "regenerate", tmp_path / "run.yaml", *changes)]
+    for error in errors:
+        assert "a prompt has token" in error and "leave its text out, or resize the embedding" in error
+
+
 def test_the_report_must_be_writable_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for file in (tmp_path, tmp_path / "file" / "x.json"):

@@ -23,7 +23,7 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.checkpoint import require_sizes
 from headstart.inference.capture.plugin import compile_lacking
-from headstart.inference.engine.request import context_of
+from headstart.inference.engine.request import context_of, unknown_token
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Prompt, Queue, Settings, stream
 from headstart.inference.proposers.recycling import RecyclingProposer
@@ -136,6 +136,8 @@ class InProcess:
         if context is not None and len(ids) + self.settings.max_new_tokens > context:
             return failure("too_long")
         ids_T = torch.tensor(ids, dtype=torch.int64)
+        if unknown := unknown_token(ids_T, self.backbone):
+            return failure("refused", unknown)
         return Prompt(ids_T, item.seed(self.seed), item, LiveFeatures(self.backbone, ()).images(ids_T, files))
 
     def _response(self, item: Item, prompt_T: Tensor, tokens: list[int]) -> Response:

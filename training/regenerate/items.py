@@ -23,7 +23,7 @@ from headstart.training.recipe.recipe import Data, Regenerate
 ERRORS = {
     "truncated": "an answer that did not end within regenerate.max_new_tokens",
     "too_long": "a prompt that leaves no room for regenerate.max_new_tokens in the model's context",
-    "refused": "a prompt that the chat template or the endpoint refused",
+    "refused": "a prompt that the chat template, the backbone or the endpoint refused",
     "empty": "nothing that could be asked",
 }
 """Errors of responses: code -> description."""
