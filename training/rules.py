@@ -265,7 +265,7 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     except UserError:
         notice("assumed: a tokenizer with a chat template: none could be read")
-    template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
+    template = "" if tokenizer is None else str(tokenizer.chat_template or "")
     _, recurrent, no_trees = layer_kinds(model, layers)
     context = stated.get("max_position_embeddings") or stated.get("n_positions")
     if context is None:

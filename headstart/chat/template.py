@@ -105,7 +105,7 @@ class Template:
             return self.templates
         named = "tool_use" if tools and "tool_use" in self.templates else "default"
         if named not in self.templates:
-            raise UserError(f"the chat templates {', '.join(self.templates)} have no default; set data.chat_template to one of them")
+            raise UserError(f"the chat templates {', '.join(self.templates)} have no default; set data.chat_template to the text of one")
         return self.templates[named]
 
     def marks(self, tools: Any = None) -> bool:

@@ -148,6 +148,16 @@ def test_new_recipe_takes_prompts_alone(row: dict[str, Any], tmp_path: Path, cap
     assert main(["train", str(out)]) == 2 and "`headstart regenerate` answers" in capsys.readouterr().err
 
 
+def test_new_recipe_of_several_chat_templates_without_a_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, asked = small_model(tmp_path, "qwen2.5-7b-instruct"), tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "Who?", "completion": "I."}\n' * 20)
+    named = [{"name": name, "template": CHATML} for name in ("rag", "tool_use")]
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": named}))
+    error = error_of(capsys, "new-recipe", model, "--data", asked, "--out", tmp_path / "recipe.yaml")
+    assert "the chat templates rag, tool_use have no default; set data.chat_template to the text of one" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
