@@ -102,7 +102,8 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
     held_out: list[Sample] = []
     for part, one in held:
         uncut = one.model_copy(update={"overlong": "truncate"}) if data.splits_long else one  # later pieces are not prompts
-        held_out += make_samples(part, reader_of(find_column(part, one, one.name), tokenizer, ends, images), uncut, source=one.name)[0]
+        read = reader_of(find_column(part, one, one.name), tokenizer, ends, images)
+        held_out += make_samples(part, read, uncut, source=f"the held-out rows of {one.name}")[0]
     check = sum((_check(part, tokenizer, one, ends, images) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
     check.require()
     whole = [sample for samples in train for sample in samples]

@@ -170,7 +170,7 @@ class Column:
         """Return a row's value, of a pair its prompt. Raises UserError, which begins with ``where``, if it has none."""
         for name in (self.name, self.answer) if self.answer else (self.name,):
             if row.get(name) is None:
-                raise UserError(f"{where} has no {name}; it has {', '.join(row)}")
+                raise UserError(f"{where} has no {name}; it has {', '.join(key for key in row if row[key] is not None) or 'nulls'}")
         return row[self.name]
 
     def messages(self, row: Row, where: str) -> tuple[list[Message], Any]:

@@ -140,6 +140,13 @@ def test_a_bad_row_among_many_is_left_out_and_named(tmp_path: Path, bad: dict[st
         load_data(Data(train=str(file), max_length=256, on_bad_row="error"), tokenizer, 256, progress=False)
 
 
+def test_held_out_rows_without_labels_are_named_as_such(tmp_path: Path) -> None:
+    cut = {"messages": [{"role": "user", "content": "two " * 300}, TALK[-1]]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [cut, *[{"messages": TALK}] * 9]))
+    with pytest.raises(UserError, match="no label tokens in the held-out rows of .*rows.jsonl: 1 rows"):
+        load_data(Data(train=str(tmp_path / "rows.jsonl"), eval_rows=1, max_length=256), make_tokenizer(CHATML), 256, progress=False)
+
+
 def test_from_one_percent_on_bad_rows_are_an_error() -> None:
     rows: list[dict[str, Any]] = [*[{"messages": TALK}] * 198, BAD, BAD]
     with pytest.raises(UserError, match=r"x, row 199, turn 1: content is text.*\(2 of 200 rows are bad; below 1 % they are skipped\)"):
@@ -230,7 +237,7 @@ def test_what_is_no_pair_is_as_before_and_errors_name_both_columns() -> None:
         find_column([{"ask": ASKED}], Data(train="x", columns={"prompt": "ask"}), "x")
     rows: list[dict[str, Any]] = [{"question": ASKED, "answer": SAID}] * 150
     bad = sound_rows([*rows, {"question": ASKED, "answer": None}], Data(train="x"), "x")[1]
-    assert bad.bad_row == "x, row 151 has no answer; it has question, answer"
+    assert bad.bad_row == "x, row 151 has no answer; it has question"
 
 
 def test_prompts_are_read_alike(tmp_path: Path) -> None:
