@@ -265,10 +265,12 @@ def prompts_for(backbone: Backbone, wishes: Wishes) -> tuple[list[Tensor], str]:
     if file is None and backbone.name == EMBEDDED:
         file = str(Path(resolve(EMBEDDED)).parent / "prompts.jsonl")
     if file is None:
-        return written(backbone), f"{PROMPTS} texts that the backbone wrote itself"
+        texts = written(backbone)
+        return texts, f"{len(texts)} texts that the backbone wrote itself"
     settings = ChatSettings(variables=wishes.template_kwargs, ends=end_tokens(backbone.model.generation_config))
     prompter = Prompter(load_tokenizer(backbone.name, trust_remote_code=wishes.trust_remote_code), settings=settings)
-    return [prompt.ids_T for prompt in read_prompts(file, prompter, PROMPTS)], f"{PROMPTS} prompts of {Path(file).name}"
+    found = [prompt.ids_T for prompt in read_prompts(file, prompter, PROMPTS)]
+    return found, f"{len(found)} prompts of {Path(file).name}"
 
 
 def written(backbone: Backbone) -> list[Tensor]:

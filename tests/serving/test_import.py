@@ -279,3 +279,9 @@ def test_a_model_that_reads_images_writes_prompts_of_text() -> None:
     assert not hasattr(on.config, "bos_token_id") and on.placeholders
     rows = importer.written(on)
     assert len(rows) > 2 and not {*on.placeholders.values()} & {int(token) for row in rows for token in row}
+
+
+def test_the_prompts_that_were_measured_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text('{"text": "import os and sys"}\n' * 3)
+    found, said = importer.prompts_for(load_backbone("embedded"), importer.Wishes(prompts=str(tmp_path / "few.jsonl")))
+    assert len(found) == 3 and said == "3 prompts of few.jsonl"
