@@ -60,7 +60,7 @@ def export(request: Request) -> dict[str, Any]:
     that is not empty, or a backbone that is missing or another one.
     """
     if request.to not in ENGINES and all(request.to != layout.name for layout in layouts_of()):
-        raise nearest(request.to, [*ENGINES, *sorted(layout.name for layout in layouts_of())])
+        raise nearest(request.to, [*dict.fromkeys([*ENGINES, *sorted(layout.name for layout in layouts_of())])])
     require_new(request.out)
     heads = read_checkpoint(request.heads, request.backbone).cast(request.dtype)
     layout, engine = _chosen(request.to, heads)

@@ -28,7 +28,7 @@ from headstart.support.files import file_hash
 @pytest.mark.parametrize(
     "name,to,parts",
     [
-        ("eagle3", "vlm", ("unknown format 'vlm'", "'vllm'", "speculators")),
+        ("eagle3", "vlm", ("unknown format 'vlm'", "'vllm'", "transformers, llama.cpp, openvino, dflash", "eagle4, medusa", "speculators")),
         ("medusa", "vllm", ("up to version 0.32 only", "TGI reads them", "--to medusa")),
         ("medusa", "sglang", ("SGLang does not read Medusa", "TGI")),
         ("mlp", "vllm", ("0.9.2", "TGI")),
