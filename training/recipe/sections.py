@@ -126,6 +126,12 @@ def or_one(schema: dict[str, Any]) -> None:
 AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
 
+def _jinja(template: str) -> str:
+    if template and "{" not in template:
+        raise ValueError("is the text of a Jinja template, with {{ }} or {% %} in it, and no name")
+    return template
+
+
 def _datasets(value: Any) -> Any:
     """One name as a list of one entry, and names in a list as entries."""
     if not isinstance(value, str | list) or not value:
@@ -175,7 +181,7 @@ class Data(StrictModel):
     ``output``, ``question`` and ``answer``, ...); with ``format: text`` they are plain text, without the chat template."""
     images: bool = False
     """Turns may have images (``{type: image, image: FILE}``, a local file or data: URL), which the model's processor reads."""
-    chat_template: str | None = None
+    chat_template: Annotated[str, AfterValidator(_jinja)] | None = None
     """A Jinja chat template for a tokenizer that has none, or instead of its own; saved with the heads."""
     template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template, as ``enable_thinking: false``; ``tools`` for rows without a column ``tools``."""

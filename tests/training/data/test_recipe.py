@@ -135,6 +135,7 @@ def test_later_overrides_win(write):
         ("data.train=[{weight: 1}]", "missing key data.train[0].path"),
         ("data.train=[{path: a.jsonl, weight: 1}, b.jsonl]", "data.train[1].weight is a number above 0, as other entries"),
         ("data.train=[3]", "data.train[0]"),
+        ("data.chat_template=model/chat_template.jinja", "data.chat_template is the text of a Jinja template, with {{ }} or {% %} in it"),
         ("data.train=[*.csv]", "found undefined alias '.csv'; text that begins with * is written in quotes"),
     ],
 )
