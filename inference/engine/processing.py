@@ -54,7 +54,7 @@ class Filters:
 
     def __call__(self, logits_NV: Tensor) -> Tensor:
         """Set the logits of filtered tokens to -inf."""
-        best_NK, index_NK = largest(logits_NV, min(MOST_LEFT, logits_NV.shape[-1]))
+        best_NK, index_NK = largest(logits_NV, min(MOST_LEFT, int(logits_NV.shape[-1])))
         place_K = torch.arange(best_NK.shape[-1], device=best_NK.device)
         best_NK = best_NK.masked_fill(place_K >= self.top_k_1, -math.inf)
         some, all_ = best_NK.logsumexp(-1, keepdim=True), logits_NV.logsumexp(-1, keepdim=True)

@@ -208,6 +208,12 @@ def test_filters_of_drafts_leave_the_largest_of_what_transformers_leaves() -> No
             assert torch.equal(filters(logits_NV), expected_NV), (top_k, top_p, min_p)
 
 
+def test_filters_of_fewer_tokens_than_they_look_at_are_traced() -> None:
+    """While a function is traced, sizes are tensors."""
+    filters, logits_NV = Filters.of(5, 0.9, 0.0, CPU), torch.randn(2, MOST_LEFT // 2)
+    assert filters is not None and torch.equal(torch.jit.trace(lambda x: filters(x), logits_NV)(logits_NV), filters(logits_NV))
+
+
 def compiled_functions() -> int:
     """The number of functions in torch's compilation unit, which lives as long as the process."""
     return len(torch.jit._state._python_cu.get_functions())
