@@ -53,8 +53,10 @@ def backbone_name(asked: str | None, heads: list[str]) -> str:
 
 def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bool | None = None, prompt_tokens: int = 64) -> Prompter:
     """Load the backbone's tokenizer, and make prompts as the heads were trained on; see `Prompter` for ``style`` and ``prompt_tokens``."""
-    _require_files(name, heads, args)
+    _require_files(args)
     try:
+        for path in heads:
+            require_sizes(path, name, trust_remote_code=args.trust_remote_code)
         tokenizer = load_tokenizer(name, trust_remote_code=args.trust_remote_code)
         ends = read_end_tokens(name, trust_remote_code=args.trust_remote_code)
     except UserError as error:
@@ -76,13 +78,11 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
     return prompter
 
 
-def _require_files(name: str, heads: list[str], args: argparse.Namespace) -> None:
+def _require_files(args: argparse.Namespace) -> None:
     """Raise UserError for mistakes that files show, before the first tokenizer or weights are read."""
     given = vars(args)
     for file in given.get("prompts") or ():
         require_prompts(file)
-    for path in heads:
-        require_sizes(path, name, trust_remote_code=args.trust_remote_code)
     for what, model in (("draft model", args.draft_model), ("--assistant", given.get("assistant"))):
         with naming(what):
             if model:

@@ -252,6 +252,13 @@ def test_heads_on_another_backbone(house, tmp_path, capsys):
     assert main([*command, "--allow-finetuned"]) == 0
 
 
+def test_heads_whose_backbone_is_elsewhere(house, tmp_path, capsys):
+    card = json.loads((shutil.copytree(house / "medusa", tmp_path / "moved") / "headstart.json").read_text())
+    (tmp_path / "moved" / "headstart.json").write_text(json.dumps(card | {"backbone": "out/gone"}))
+    for command in (["generate", "hi"], BENCH):
+        assert "if it is elsewhere say so with --backbone" in error_of(capsys, *command, "--heads", tmp_path / "moved")
+
+
 def test_a_tokenizer_of_more_tokens_than_the_model_embeds(house, tmp_path, capsys):
     shutil.copytree(house / "backbone", tmp_path / "more")
     tokenizer = load_tokenizer("backbone")
@@ -261,12 +268,10 @@ def test_a_tokenizer_of_more_tokens_than_the_model_embeds(house, tmp_path, capsy
     rows.write_text('{"text": "<new1999> Hi <new1999>"}\n')
     commands = ["generate", "Hi <new1999>"], ["bench", "--prompts", rows, "--no-compile", "--propose", "suffix"]
     errors = [error_of(capsys, *command, "--backbone", tmp_path / "more", "--max-new-tokens", "9") for command in commands]
-    made = {"backbone": {"path": str(tmp_path / "more")}, "drafter": {"kind": "medusa"}, "save": {"dir": "x"}}
-    (tmp_path / "run.yaml").write_text(json.dumps(made | {"data": {"train": str(rows), "format": "text"}}))
-    changes = f"regenerate.out={tmp_path / 'out.jsonl'}", "regenerate.max_new_tokens=9"
-    errors += [error_of(capsys, "regenerate", tmp_path / "run.yaml", *changes)]
-    for error in errors:
-        assert "a prompt has token" in error and "leave its text out, or resize the embedding" in error
+    made = {"backbone": {"path": str(tmp_path / "more")}, "drafter": {"kind": "mlp"}, "data": {"train": str(rows), "format": "text"}}
+    (tmp_path / "run.yaml").write_text(json.dumps(made | {"save": {"dir": "x"}, "regenerate": {"max_new_tokens": 9}}))
+    errors += [error_of(capsys, "regenerate", tmp_path / "run.yaml", f"regenerate.out={tmp_path / 'out.jsonl'}")]
+    assert all("a prompt has token" in error and "leave its text out, or resize the embedding" in error for error in errors)
 
 
 def test_the_report_must_be_writable_before_the_work(tmp_path, capsys):
