@@ -67,9 +67,12 @@ def say_untested() -> None:
 
 
 def end_tokens(config: Any) -> tuple[int, ...]:
-    """Return ``eos_token_id`` of a generation or model configuration as a tuple; empty if there is none."""
+    """Return ``eos_token_id`` of a generation or model configuration as a tuple; empty if there is none. Raises UserError for text."""
     stated = getattr(config, "eos_token_id", None)
-    return () if stated is None else (stated,) if isinstance(stated, int) else tuple(stated)
+    found = () if stated is None else (stated,) if isinstance(stated, int) else tuple(stated)
+    if any(isinstance(token, str) for token in found):
+        raise UserError(f"eos_token_id of the model's {type(config).__name__} is a token's number, or a list of them; got {stated!r}")
+    return found
 
 
 def read_end_tokens(path: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
@@ -77,10 +80,10 @@ def read_end_tokens(path: str, *, trust_remote_code: bool = False) -> tuple[int,
     gguf = find_gguf(path)
     try:
         with reaching(path):
-            found = end_tokens(GenerationConfig.from_pretrained(resolve(path) if gguf is None else gguf.path.parent))
+            config = GenerationConfig.from_pretrained(resolve(path) if gguf is None else gguf.path.parent)
     except (OSError, ValueError, TypeError):  # there is none, or one that transformers cannot read
-        found = ()
-    return found or end_tokens(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
+        config = None
+    return end_tokens(config) or end_tokens(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
 
 
 NO_TOKENIZER = "a tokenizer.json is missing there; save the model's with tokenizer.save_pretrained"

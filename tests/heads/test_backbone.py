@@ -23,6 +23,7 @@ from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
+from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.heads.layers.start_values import layer_weights
 from headstart.inference.generate import load
 from headstart.support.devices import find_accelerator
@@ -180,6 +181,11 @@ def test_damaged_backbones(folder: Path) -> None:
     ):
         (folder / "config.json").write_text(text)
         assert str(folder) in refused(folder)
+
+
+def test_end_tokens_are_numbers(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    refuses("eos_token_id of the model's GenerationConfig is a token's number, .* got '</s>'", read_end_tokens, str(folder))
 
 
 def test_missing_tensors_are_not_made_up(folder: Path) -> None:
