@@ -5,11 +5,10 @@ A program is kept as JSON beside the compiled layers, so that later processes ne
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from headstart_cpu.kernels import OUTPUTS
 
-FORMAT = 2
 SPACE: dict[str, Any] = {
     "torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "operator": operator, "NoneType": type(None),
 }  # fmt: skip
@@ -35,19 +33,6 @@ class Region:
     text: str
     inputs: Inputs
 
-    @property
-    def key(self) -> str:
-        """A hash of both."""
-        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:20]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Region:
-        """The region of `to_json`."""
-        return cls(found["text"], _shaped(found["inputs"]))
-
 
 @dataclass(frozen=True)
 class Packed:
@@ -60,10 +45,6 @@ class Packed:
     outputs: tuple[int, ...]
     transposed: bool = False
     bias: bool = False
-
-
-def _shaped(inputs: Sequence[Any]) -> Inputs:
-    return tuple((dtype, tuple(shape)) for dtype, shape in inputs)
 
 
 def whole_blocks(outputs: int) -> int:
@@ -91,20 +72,6 @@ class Program:
         """True if it is right for tensors of these sizes and strides."""
         sizes = sizes_named([shape for _, shape in self.inputs], tensors)
         return sizes is not None and hold(self.conditions, sizes)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Program:
-        """The program of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        if found["format"] != FORMAT:
-            raise ValueError("another format")
-        regions = tuple(map(Region.from_json, found["regions"]))
-        made = lambda entry: Packed(tuple(entry["names"]), tuple(entry["outputs"]), entry["transposed"], entry["bias"])  # noqa: E731
-        packed = {name: made(entry) for name, entry in found["packed"].items()}
-        calls = tuple((number, tuple(names)) for number, names in found["calls"])
-        return cls(found["text"], _shaped(found["inputs"]), tuple(found["conditions"]), dict(found["attributes"]), packed, regions, calls)
 
 
 def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 import transformers
+from pydantic import TypeAdapter
 from torch import Tensor
 
 import headstart
 from headstart.inference.capture.captured import first_line
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard, write_json, write_text
-from headstart.support.json_text import read_json
+from headstart.support.files import atomic, discard, write_text
 from headstart_cpu import kernels
 from headstart_cpu.kernels import SHIMS, require_whole, seal
 from headstart_cpu.program import SPACE, NotCompiled, Program, Region
+
+PROGRAM = TypeAdapter(Program)
 
 
 @functools.cache
@@ -39,26 +41,30 @@ def code() -> str:
 
 def program_file(what: Any) -> Path:
     """The file of the program of a model's pass, there or not; ``what``: all that the trace depends on."""
-    return kernels.folder() / f"pass-{hashlib.sha256(f'{code()} | {what}'.encode()).hexdigest()[:20]}.json"
+    return kernels.folder() / f"pass-{_named(what)}.json"
+
+
+def layer_folder(region: Region) -> Path:
+    """The folder of a compiled layer, there or not."""
+    return kernels.folder() / f"layer-{_named(region)}"
+
+
+def _named(what: Any) -> str:
+    """A name by this code and machine, and by what is kept."""
+    return hashlib.sha256(f"{code()} | {what}".encode()).hexdigest()[:20]
 
 
 def read_program(file: Path) -> Program | None:
-    """The program in the file; None if there is none of this code and machine, or if it is damaged."""
+    """The program in the file; None if there is none, or if it is damaged."""
     try:
-        found = read_json(file, "it is made again")
-        return Program.from_json(found) if found["code"] == code() else None
-    except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError):
+        return PROGRAM.validate_json(file.read_bytes())
+    except (OSError, ValueError):
         return None
 
 
 def write_program(file: Path, program: Program) -> None:
     """Keep a program. Raises OSError or UserError where that is not possible."""
-    write_json(file, {"code": code(), **program.to_json()})
-
-
-def layer_folder(region: Region) -> Path:
-    """The folder of a compiled layer, there or not."""
-    return kernels.folder() / f"layer-{hashlib.sha256(f'{code()} | {region.key}'.encode()).hexdigest()[:20]}"
+    write_text(file, PROGRAM.dump_json(program, indent=2).decode())
 
 
 def failure(of: Region | Path) -> str | None:

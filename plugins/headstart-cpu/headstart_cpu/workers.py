@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import subprocess
@@ -12,6 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 import headstart
 from headstart.support.errors import UserError
@@ -28,6 +29,8 @@ if os.getppid() == int(sys.argv[1]):
 """
 """The program of a process that compiles."""
 END = "end"
+PART = TypeAdapter(Region | None)
+"""A region, or None for the operations of ours."""
 MOST = 4
 """Processes at a time: each takes a gigabyte of memory."""
 USUAL = 20.0
@@ -42,7 +45,7 @@ def compile_parts(regions: Sequence[Region], say: Callable[[str], object]) -> in
     ``say``: is given a line at the beginning and every few seconds. Raises UserError if a process ends before its work does.
     """
     jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    parts = [*([] if kernels.library().is_file() else [None]), *(region.to_json() for region in regions)]
+    parts = [*([] if kernels.library().is_file() else [None]), *regions]
     count, start, done = min(MOST, len(os.sched_getaffinity(0)), len(parts)), time.monotonic(), list[float]()
     for part in [*parts, *[END] * count]:
         jobs.put(part)
@@ -69,7 +72,7 @@ def _hand_out(jobs: queue.SimpleQueue[Any], done: list[float]) -> None:
     with subprocess.Popen(command, env=environment, cwd=kernels.folder(), **pipes) as worker:
         assert worker.stdin is not None and worker.stdout is not None
         for part in iter(jobs.get, END):
-            worker.stdin.write(f"{json.dumps(part)}\n")
+            worker.stdin.write(f"{PART.dump_json(part).decode()}\n")
             worker.stdin.flush()
             if not (answer := worker.stdout.readline()):
                 raise UserError("a process that compiles has ended before its work was done (out of memory?); run the command again")
@@ -83,9 +86,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
     for line in sys.stdin:
-        part = json.loads(line)
+        part = PART.validate_json(line)
         try:
-            store.compile_kernels() if part is None else store.compile_part(Region.from_json(part))
+            store.compile_kernels() if part is None else store.compile_part(part)
             answer = "done"
         except OSError as error:
             answer = str(error)

@@ -125,12 +125,15 @@ def test_heads_that_use_no_compiled_code_are_told(parts: list[int]) -> None:
 # Programs and compiled code on disk: what is damaged, what is of other code, and what cannot be compiled.
 
 
-def test_damaged_programs_and_those_of_other_code_are_made_again(tmp_path: Path) -> None:
+def test_damaged_programs_and_those_of_other_code_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = store.program_file("a model's pass")
+    monkeypatch.setattr(store, "code", lambda: "of tomorrow")
+    assert store.program_file("a model's pass") != file
     file = tmp_path / "pass.json"
     program = Program("def forward(self): pass", (("float32", (1,)),), (), {}, {}, (), ())
     store.write_program(file, program)
     assert store.read_program(file) == program
-    file.write_text(file.read_text().replace(store.code(), "0" * 20))
+    file.write_text(file.read_text().replace("inputs", "outputs"))
     assert store.read_program(file) is None
     file.write_text(file.read_text()[:40])
     assert store.read_program(file) is None and store.read_program(tmp_path / "none.json") is None

@@ -1,6 +1,5 @@
 """Compiled layers: one region for equal layers, programs kept on disk, and what happens where it does not work."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def test_equal_layers_are_one_region(family: str, kinds: int, monkeypatch: pytes
     assert program.regions[0].text.count("headstart_cpu.product") == 4 and "aten.mm" not in program.text
     assert program.text.count("headstart_cpu.product") == 1, "the readout"
     assert program.text.count("unbind.int(") == 2 and "select" not in program.text, "keys and values of all layers"
-    assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
+    assert store.PROGRAM.validate_json(store.PROGRAM.dump_json(program)) == program
 
 
 def test_a_function_without_layers_or_with_tensors_of_its_own_is_not_compiled() -> None:
