@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.support.devices import cxx, processor
-from headstart.support.files import atomic, cache_folder, discard, file_hash
+from headstart.support.files import atomic, cache_folder, discard
 
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "codes.h")]
 OPTIONS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1")
@@ -67,7 +67,7 @@ def build() -> None:
     with atomic(library()) as path:
         command = [cxx(), str(SOURCES[0]), *OPTIONS, *includes, "-o", str(path), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True, capture_output=True, text=True)
-        seal(path, library())
+        seal(path)
 
 
 @functools.cache
@@ -104,28 +104,27 @@ def _(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -
     return query.new_empty(B, N, H, values.shape[-1])
 
 
-# Compiled files with their hashes: one that was cut short would end the process that loads it.
+# Compiled files end with their hashes: one that was cut short would end the process that loads it.
+
+HASH = 32
+"""Bytes of a hash."""
 
 
 class Damaged(Exception):
     """A compiled file is not as it was written; it has been removed."""
 
 
-def seal(file: Path, name: Path | None = None) -> None:
-    """Write the hash of a file beside it, or beside the place that it will be moved to, where it must not be before its hash."""
-    _sum(name or file).write_text(file_hash(file))
+def seal(file: Path) -> None:
+    """Append its hash to a file."""
+    code = file.read_bytes()
+    file.write_bytes(code + hashlib.sha256(code).digest())
 
 
 def require_whole(file: Path) -> Path:
     """Return a file that is as it was when it was sealed. Raises Damaged, and removes it, if it is not."""
-    try:
-        if file_hash(file) == _sum(file).read_text():
+    with suppress(OSError):
+        code = file.read_bytes()
+        if hashlib.sha256(code[:-HASH]).digest() == code[-HASH:]:
             return file
-    except OSError:
-        pass
     discard(file)
     raise Damaged(f"{file} is damaged and was removed; headstart compile makes it again")
-
-
-def _sum(file: Path) -> Path:
-    return file.with_name(f"{file.name}.sha256")

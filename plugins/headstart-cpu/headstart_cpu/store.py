@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from torch import Tensor
 import headstart
 from headstart.inference.capture.captured import first_line
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard, write_text
+from headstart.support.files import atomic, write_text
 from headstart_cpu import kernels
 from headstart_cpu.kernels import SHIMS, require_whole, seal
 from headstart_cpu.program import SPACE, NotCompiled, Program, Region
 
 PROGRAM = TypeAdapter(Program)
+Layer = Callable[[list[Tensor]], list[Tensor]]
+"""A loaded region: a function of its inputs and weights."""
 
 
 @functools.cache
@@ -44,9 +46,9 @@ def program_file(what: Any) -> Path:
     return kernels.folder() / f"pass-{_named(what)}.json"
 
 
-def layer_folder(region: Region) -> Path:
-    """The folder of a compiled layer, there or not."""
-    return kernels.folder() / f"layer-{_named(region)}"
+def layer_file(region: Region) -> Path:
+    """The file of a compiled layer, there or not."""
+    return kernels.folder() / f"layer-{_named(region)}.so"
 
 
 def _named(what: Any) -> str:
@@ -67,19 +69,19 @@ def write_program(file: Path, program: Program) -> None:
     write_text(file, PROGRAM.dump_json(program, indent=2).decode())
 
 
-def failure(of: Region | Path) -> str | None:
-    """Why the region, or the pass that the program's file is for, cannot be compiled; None if that is not known."""
+def failure(file: Path) -> str | None:
+    """Why what would be kept in this file cannot be compiled; None if that is not known."""
     try:
-        return _note(of).read_text(encoding="utf-8").strip()
+        return _note(file).read_text(encoding="utf-8").strip()
     except OSError:
         return None
 
 
-def note_failure(of: Region | Path, error: Exception) -> str:
+def note_failure(file: Path, error: Exception) -> str:
     """Keep why something cannot be compiled, so that later processes need not try; returns it in one line."""
     text = in_a_line(error)
     with suppress(OSError, UserError):
-        write_text(_note(of), f"{text}\n")
+        write_text(_note(file), f"{text}\n")
     return text
 
 
@@ -88,25 +90,31 @@ def in_a_line(error: Exception) -> str:
     return str(error) if isinstance(error, NotCompiled) else first_line(error)
 
 
-def _note(of: Region | Path) -> Path:
-    return (of if isinstance(of, Path) else layer_folder(of)).with_suffix(".failed")
+def _note(file: Path) -> Path:
+    return file.with_suffix(".failed")
+
+
+def _files(program: Program) -> list[Path]:
+    """Of the code that a program needs."""
+    return [kernels.library(), *map(layer_file, program.regions)]
 
 
 def ready(program: Program) -> bool:
     """True if all of it is compiled."""
-    return kernels.library().is_file() and all((layer_folder(region) / FILE).is_file() for region in program.regions)
+    return all(map(Path.is_file, _files(program)))
 
 
 def load_layers(program: Program) -> list[Layer]:
     """The compiled layers of a program. Raises Damaged if a file is, which is then removed."""
     kernels.load()
-    return [Layer(require_whole(layer_folder(region) / FILE).parent) for region in program.regions]
+    files = [str(require_whole(layer_file(region))) for region in program.regions]
+    return [torch._C._aoti.AOTIModelContainerRunnerCpu(file, 1).run for file in files]
 
 
 def lacking(programs: Iterable[Program]) -> list[Region]:
     """The regions of programs that are not compiled and can be, each once."""
     regions = dict.fromkeys(region for program in programs for region in program.regions)
-    return [region for region in regions if not (layer_folder(region) / FILE).is_file() and failure(region) is None]
+    return [region for region in regions if not (file := layer_file(region)).is_file() and failure(file) is None]
 
 
 def compile_missing(program: Program) -> None:
@@ -127,14 +135,13 @@ def compile_kernels() -> None:
 
 def compile_part(region: Region) -> None:
     """Compile a region, or note why that is not possible. Raises OSError."""
-    folder = layer_folder(region)
+    file = layer_file(region)
     try:
-        compile_region(region, folder)
-    except OSError:  # a full disk, or somebody else was faster
-        if not (folder / FILE).is_file():
-            raise
+        compile_region(region, file)
+    except OSError:
+        raise
     except Exception as error:  # inductor raises its own kinds
-        note_failure(region, error)
+        note_failure(file, error)
 
 
 def lacks(program: Program) -> bool:
@@ -144,13 +151,11 @@ def lacks(program: Program) -> bool:
 
 def why_not(program: Program) -> str | None:
     """Why something of the program cannot be compiled; None if that is not known."""
-    of: list[Region | Path] = [kernels.library(), *program.regions]
-    return next((reason for region in of if (reason := failure(region)) is not None), None)
+    return next(filter(None, map(failure, _files(program))), None)
 
 
-# One compiled region, kept in a folder of its own: compiled by AOTInductor with its weights as inputs, loaded by torch's runner.
+# One region, compiled by AOTInductor with its weights as inputs, loaded by torch's runner.
 
-FILE = "layer.so"
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # in 16 bits fused operations round as single ones do
     "cpp.threads": 1,  # products and attention have threads; what lies between is little, and so has one order of summation
@@ -158,8 +163,8 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def compile_region(region: Region, folder: Path) -> None:
-    """Compile a region into a new folder. Raises what torch raises for a region that it cannot compile."""
+def compile_region(region: Region, file: Path) -> None:
+    """Compile a region. Raises what torch raises for a region that it cannot compile."""
     from torch._inductor.compile_fx import compile_fx_aot  # which takes seconds
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -167,30 +172,15 @@ def compile_region(region: Region, folder: Path) -> None:
 
     space = dict(SPACE)
     exec(region.text, space)  # written by regions.py
-    fakes = Fakes(region.inputs)
-    with fakes.mode, torch.no_grad(), _quiet():
-        graph = make_fx(lambda *tensors: space["forward"](None, *tensors), tracing_mode="symbolic")(*fakes.tensors)
-    if fakes.sizes() != [sizes for _, sizes in region.inputs]:
-        raise RuntimeError("a size of a layer that changes was taken for a constant")
-    discard(folder)  # what is left of a damaged one
-    with atomic(folder, folder=True) as path, tempfile.TemporaryDirectory() as scratch, torch.no_grad(), _quiet():
+    fakes, quiet = Fakes(region.inputs), warnings.catch_warnings(action="ignore", category=FutureWarning)  # torch's, of its own code
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), quiet:
+        with fakes.mode:
+            graph = make_fx(lambda *tensors: space["forward"](None, *tensors), tracing_mode="symbolic")(*fakes.tensors)
+        if fakes.sizes() != [sizes for _, sizes in region.inputs]:
+            raise RuntimeError("a size of a layer that changes was taken for a constant")
         built = Path(str(compile_fx_aot(graph, list(fakes.tensors), config_patches={**OPTIONS, "aot_inductor.output_path": scratch})))
-        for file in filter(Path.exists, (built, built.with_suffix(".json"))):  # the latter, if any, says how operations of ours are called
-            shutil.copyfile(file, path / f"layer{file.suffix}")
-        seal(path / FILE)
-
-
-def _quiet() -> AbstractContextManager[Any]:
-    """Without warnings of torch about its own code."""
-    return warnings.catch_warnings(action="ignore", category=FutureWarning)
-
-
-class Layer:
-    """A loaded region: a function of its inputs and weights."""
-
-    def __init__(self, folder: Path) -> None:
-        self._run = torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / FILE), 1).run
-
-    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = self._run(tensors)
-        return found
+        for made in filter(Path.exists, (built.with_suffix(".json"), built)):  # the former, if any, says how operations are called
+            with atomic(file.with_suffix(made.suffix)) as path:
+                shutil.copyfile(made, path)
+                if made == built:
+                    seal(path)

@@ -18,7 +18,6 @@ from errors import error_of
 from families import backbone, random_drafter
 from headstart_cpu import compile_model, kernels, store, workers
 from headstart_cpu.program import NotCompiled, Program, Region
-from headstart_cpu.store import FILE
 from needs import needs_a_compiler
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -34,6 +33,7 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.inference.runtime import Engine
 from headstart.support.errors import UserError
 
+REGION = Region("def forward(self, x):\n    return [x + 1]", (("float32", ("rows", 4)),))
 BENCH = "--prompts recipes/quickstart/prompts.jsonl --limit 1 --max-new-tokens 2 --rounds 1".split()
 
 
@@ -139,10 +139,10 @@ def test_damaged_programs_and_those_of_other_code_are_made_again(tmp_path: Path,
     assert store.read_program(file) is None and store.read_program(tmp_path / "none.json") is None
 
 
-def test_a_file_is_whole_if_its_hash_is_that_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_whole_if_it_ends_with_its_hash(tmp_path: Path) -> None:
     """What is cut short would end the process that loads it."""
     file = tmp_path / "layer.so"
-    for damage in (lambda: file.write_bytes(b"cod"), (tmp_path / "layer.so.sha256").unlink):
+    for damage in (lambda: file.write_bytes(b"cod"), lambda: file.write_bytes(file.read_bytes()[:-1])):
         file.write_bytes(b"code")
         kernels.seal(file)
         assert kernels.require_whole(file) == file
@@ -187,9 +187,9 @@ def test_a_region_is_kept_with_the_file_about_operations_of_ours_if_it_has_some(
         return built
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_aot", compiled)
-    store.compile_region(Region("def forward(self, x):\n    return [x + 1]", (("float32", ("rows", 4)),)), tmp_path / "layer-1")
-    names = {store.FILE, f"{store.FILE}.sha256"} | ({"layer.json"} if ours else set())
-    assert {file.name for file in (tmp_path / "layer-1").iterdir()} == names
+    store.compile_region(REGION, tmp_path / "layer-1.so")
+    assert {file.name for file in tmp_path.iterdir()} == {"layer-1.so"} | ({"layer-1.json"} if ours else set())
+    kernels.require_whole(tmp_path / "layer-1.so")
 
 
 def test_compiled_layers_are_for_the_cpu() -> None:
@@ -208,7 +208,6 @@ def test_scores_in_fp32_may_differ_by_the_rounding_of_what_they_are_computed_of(
 
 # Processes that compile: they end with the command that began them, however it ends, and say what fails.
 
-REGION = Region("def forward(self, x):\n    return [x + 1]", (("float32", ("rows", 4)),))
 SCRIPT = f"""
 from headstart_cpu import workers
 from headstart_cpu.program import Region
@@ -255,7 +254,7 @@ def test_parts_are_compiled_with_lines_about_the_progress(tmp_path: Path) -> Non
         said, _ = command.communicate()
     assert said.splitlines()[-1] == "2" and "of 2 parts, about" in said and not left(tmp_path)
     folder = tmp_path / "headstart" / "compiled"
-    assert len([*folder.glob("kernels-*.so")]) == 1 and [*folder.glob(f"layer-*/{FILE}")]
+    assert len([*folder.glob("kernels-*.so")]) == 1 and [*folder.glob("layer-*.so")]
 
 
 @needs_a_compiler
