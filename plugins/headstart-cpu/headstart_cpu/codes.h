@@ -140,13 +140,13 @@ inline bool encode(const Bits* from, float& scale, float& offset, uint8_t* codes
     return false;
 }
 
-// The weight [N, K] in bf16 as codes; empty if it is not of 4 bits.
+// The weight [N, K] as codes; empty if it is not of 4 bits.
 Tensor encoded(const Tensor& weight)
 {
     const int64_t N = weight.size(0), K = weight.size(1), blocks = (N + OUTPUTS - 1) / OUTPUTS;
     float scale, offset;
     uint8_t some[INPUTS];
-    if (K % INPUTS || !encode((const Bits*)weight[0].slice(0, 0, INPUTS).contiguous().const_data_ptr(), scale, offset, some))
+    if (weight.scalar_type() != at::kBFloat16 || K % INPUTS || !encode((const Bits*)weight[0].slice(0, 0, INPUTS).contiguous().const_data_ptr(), scale, offset, some))
         return at::empty({0}, at::kByte);   // as most are, at once
     const Tensor dense = weight.contiguous(), found = at::zeros({blocks * (K / INPUTS) * int64_t(sizeof(Codes))}, at::kByte);
     std::atomic<bool> fits = true;

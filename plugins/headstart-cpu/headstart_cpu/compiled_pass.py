@@ -1,6 +1,6 @@
 """Functions that run a model's layers, as compiled code where that is kept.
 
-    verify = CompiledPass(read, shapes, Where(backbone.layers, [backbone.model], depends))
+    verify = CompiledPass(read, shapes, backbone.layers, [backbone.model], depends, hint)
     found = verify(held, *inputs)        # None: not compiled, run the function itself
 
 Compiled code has other last bits in 16 bits than the function. So a process goes on as it began: whether a program is used is decided at
@@ -11,8 +11,8 @@ the results must agree up to rounding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,17 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.capture.captured import void_running, warn_once
+from headstart.inference.capture.captured import MOST_SHAPES, void_running, warn_once
 from headstart.inference.capture.plugin import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
 from headstart.support.pytree import builder, flatten
 from headstart_cpu import store
 from headstart_cpu.kernels import Damaged
 from headstart_cpu.program import SPACE, Inputs, NotCompiled, Program, Shape, named_weights
 from headstart_cpu.store import Layer
-from headstart_cpu.weights import NoMemory, Weights
+from headstart_cpu.weights import packed_weights
 
-MOST_SHAPES = 4096
-"""Exact shapes of calls that are remembered."""
 BEGUN: dict[Path, bool] = {}
 """The programs that this process has come to, by their files, and whether it uses them."""
 logger = logging.getLogger(__name__)
@@ -42,34 +40,27 @@ Missing = Callable[[Path, Program], object] | None
 """What is done about a program that is not compiled, given its file; None: nothing, and it is not used."""
 
 
-@dataclass(frozen=True)
-class Where:
-    """What a function runs: decoder layers, the modules that have its weights, and what its operations depend on beside.
-
-    ``hint``: of a call, what is said once if its program is not kept.
-    """
-
-    layers: Sequence[nn.Module]
-    modules: Sequence[nn.Module]
-    depends: Any
-    hint: Callable[[Call], str] = lambda _: ""
-
-
+@dataclass(eq=False)
 class CompiledPass:
-    """``function(held, *inputs)`` -> a pytree of tensors, compiled.
+    """``function(held, *inputs)`` -> a pytree of tensors, compiled."""
 
-    ``agree``: whether the function's tensors and those of the program agree.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], shapes: Shapes, where: Where, missing: Missing = None, agree: Agree = all_nearly_equal
-    ) -> None:
-        self.function, self.shapes, self.where, self.missing, self.agree = function, shapes, where, missing, agree
-        self.reason: str | None = None
-        """Why it is not compiled, and will not be."""
-        self.weights = Weights()
-        self._variants: dict[Hashable, _Variant] = {}
-        self._by_shapes: dict[Hashable, _Variant | None] = {}
+    function: Callable[..., Any]
+    shapes: Shapes
+    layers: Sequence[nn.Module]
+    """The decoder layers that it runs."""
+    modules: Sequence[nn.Module]
+    """Those that have its weights."""
+    depends: Any
+    """What its operations depend on beside."""
+    hint: Callable[[Call], str]
+    """Of a call, what is said once if its program is not kept."""
+    missing: Missing = None
+    agree: Agree = all_nearly_equal
+    """Whether the function's tensors and those of the program agree."""
+    reason: str | None = None
+    """Why it is not compiled, and will not be."""
+    _variants: dict[Hashable, _Variant] = field(default_factory=dict)
+    _by_shapes: dict[Hashable, _Variant | None] = field(default_factory=dict)
 
     @property
     def active(self) -> bool:
@@ -87,8 +78,6 @@ class CompiledPass:
         except Damaged as error:
             logger.warning(str(error))
             return self(held, *inputs) if self.missing is not None else None  # compiled again
-        except NoMemory as error:
-            self.give_up(str(error))
         except Exception as error:  # may be the function's own, which running it raises again
             if is_out_of_memory(error):
                 raise
@@ -128,7 +117,7 @@ class _Variant:
 
     def __init__(self, owner: CompiledPass, call: Call, inputs: Inputs) -> None:
         self.owner, self.inputs = owner, inputs
-        self.file = store.program_file((owner.where.depends, repr(call.structure), inputs))
+        self.file = store.program_file((owner.depends, repr(call.structure), inputs))
         self.loaded: Loaded | None = None
         self._asked = False
         """True once something was done about code that lacked."""
@@ -155,24 +144,19 @@ class _Variant:
         if program is None or not store.ready(program):
             if program is not None and (failed := store.why_not(program)) is not None:
                 raise NotCompiled(failed)
-            if self.owner.missing is None and (hint := self.owner.where.hint(call)):
+            if self.owner.missing is None and (hint := self.owner.hint(call)):
                 warn_once(hint)
             return False
         void_running()
-        owner = self.owner
-        held = named_weights(program, owner.where.modules)
-        layers = store.load_layers(program)
-        owner.weights.add(program.packed.values(), held)
-        self.loaded = Loaded(program, layers, owner.weights, held)
+        self.loaded = Loaded(program, self.owner.modules)
         return True
 
     def _trace(self, call: Call) -> Program:
         from headstart_cpu.traced import traced  # which takes a second
 
         void_running()
-        where = self.owner.where
         try:
-            program = traced(Flat(self.owner.function, call), self.inputs, where.layers, where.modules)
+            program = traced(Flat(self.owner.function, call), self.inputs, self.owner.layers, self.owner.modules)
         except Exception as error:  # torch's tracer raises its own kinds
             raise NotCompiled(store.note_failure(self.file, error)) from error
         store.write_program(self.file, program)
@@ -209,12 +193,12 @@ class _Variant:
 class Loaded:
     """A program with its compiled layers and its weights."""
 
-    def __init__(self, program: Program, layers: Sequence[Layer], weights: Weights, held: Mapping[str, Tensor]) -> None:
-        """``held``: the modules' weights (`named_weights`); those that are packed are in ``weights``."""
+    def __init__(self, program: Program, modules: Sequence[nn.Module]) -> None:
         self.program = program
-        held = {**held, **weights.of(program.packed, held)}
-        calls = ((layers[region], [held[name] for name in names]) for region, names in program.calls)
-        self._held = SimpleNamespace(**held, **{f"call_{number}": partial(_run, *call) for number, call in enumerate(calls)})
+        layers, self.weights = store.load_layers(program), named_weights(program, modules)
+        self.weights |= packed_weights(program.packed, self.weights)
+        calls = ((layers[region], [self.weights[name] for name in names]) for region, names in program.calls)
+        self._held = SimpleNamespace(**self.weights, **{f"call_{number}": partial(_run, *call) for number, call in enumerate(calls)})
         space = dict(SPACE)
         exec(program.text, space)  # written by `traced`
         self._forward: Any = space["forward"]

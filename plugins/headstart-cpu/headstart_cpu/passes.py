@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -23,10 +22,9 @@ from headstart.inference.capture.plugin import Call, Collect, Function, all_near
 from headstart.inference.engine.tree import CPU_WIDTH
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
-
-if TYPE_CHECKING:
-    from headstart_cpu.compiled_pass import CompiledPass
-    from headstart_cpu.program import Shape
+from headstart_cpu import kernels, store
+from headstart_cpu.compiled_pass import CompiledPass
+from headstart_cpu.program import Shape
 
 OFF = "HEADSTART_COMPILE"
 """With this environment variable at 0, compiled code is not used unless it is asked for by name."""
@@ -36,23 +34,25 @@ UNSTATED = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
 def compiled_pass(function: Function, of: Backbone | nn.Module | None, capture: str, collect: Collect | None) -> CompiledPass | None:
-    """The function, compiled; None where the capturer's backend or the machine does not.
+    """The function, compiled; None where that is not wanted or not possible. Raises UserError if it is asked for by name and not possible.
 
-    ``of``: the backbone whose trees it verifies, or the drafter that drafts. Raises UserError as `compiles` does.
+    ``of``: the backbone whose trees it verifies, or the drafter that drafts.
     """
-    from headstart_cpu import store  # here, since few calls need them
-    from headstart_cpu.compiled_pass import CompiledPass, Where
-
     assert isinstance(of, (Backbone, Drafter))
     on = of if isinstance(of, Backbone) else of.backbone
-    if not compiles(capture, on):
+    if capture == "auto" and os.environ.get(OFF) == "0":
+        return None
+    if (reason := not_compilable(on)) is not None:
+        if capture == "compile":
+            raise UserError(f"capture 'compile' cannot be used: {reason}; choose 'auto' or 'off'")
+        warn_once(f"the model's layers are not compiled, which makes small models up to twice as slow: {reason}")
         return None
     hint = partial(_hint, on.name or "MODEL", on is of)
     missing = collect or ((lambda _, program: store.compile_missing(program)) if capture == "compile" else None)
     if isinstance(of, Backbone):
-        return CompiledPass(function, _read_shapes, Where(list(on.layers), [on.model], described(on.model), hint), missing)
-    where = Where([], [of, on.model], (described(of), str(of.arguments), described(on.model)), hint)
-    return CompiledPass(function, _draft_shapes, where, missing, agree=_first_level_agrees)
+        return CompiledPass(function, _read_shapes, list(on.layers), [on.model], described(on.model), hint, missing)
+    depends = described(of), str(of.arguments), described(on.model)
+    return CompiledPass(function, _draft_shapes, [], [of, on.model], depends, hint, missing, _first_level_agrees)
 
 
 def _hint(model: str, reads: bool, call: Call) -> str:
@@ -62,22 +62,8 @@ def _hint(model: str, reads: bool, call: Call) -> str:
     return HINT.format(model + (" --batch-size N" if rows > 1 else "")) if adaptive else ""
 
 
-def compiles(name: str, backbone: Backbone) -> bool:
-    """True if compiled code is used. Raises UserError if that is asked for by name and cannot be."""
-    if name not in ("auto", "compile") or backbone.device.type != "cpu" or (name == "auto" and os.environ.get(OFF) == "0"):
-        return False
-    reason = not_compilable(backbone)
-    if reason is not None and name == "compile":
-        raise UserError(f"capture 'compile' cannot be used: {reason}; choose 'auto' or 'off'")
-    if reason is not None:
-        warn_once(f"the model's layers are not compiled, which makes small models up to twice as slow: {reason}")
-    return reason is None
-
-
 def not_compilable(backbone: Backbone) -> str | None:
     """The reason why the model's passes cannot be compiled here; None if they can."""
-    from headstart_cpu import kernels
-
     if backbone.device.type != "cpu":
         return f"compiled layers are for the CPU; the model is on {backbone.device.type}"
     if backbone.dtype not in kernels.DTYPES:

@@ -6,9 +6,10 @@ of them, in three eighths of the memory. Read in pages of 4 KB a pass takes half
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,52 +19,32 @@ from torch import Tensor
 
 from headstart.inference.capture.capture import version
 from headstart.support.text import gigabytes
-from headstart_cpu.program import Packed, whole_blocks
+from headstart_cpu.program import NotCompiled, Packed, whole_blocks
 
 MEMORY_SHARE = 1 / 3
 """The copy takes at most this share of the memory that is free."""
 HUGE = 2 << 20
 ALIGNED = 64
-MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
-
 
 _SHARED: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
 """Packed weights in use, by what they were made of: all programs of a model share them."""
 
 
-class NoMemory(Exception):
-    """There is no room for packed weights; the message says how much they take."""
-
-
-class Weights:
-    """The packed weights of a model, made as they are needed."""
-
-    def __init__(self) -> None:
-        self._of: dict[Any, Tensor] = {}
-
-    def add(self, packed: Iterable[Packed], held: Mapping[str, Tensor]) -> None:
-        """Make what is not in memory yet, in memory of huge pages; ``held``: weights by their names. Raises NoMemory."""
-        new = self._new(packed, held)
-        weights = {one: [held[str(name)].t() if one.transposed else held[str(name)] for name in one.names] for one in new if not one.bias}
-        coded = {one: _codes(layers) for one, layers in weights.items()}
-        sizes = [_size(coded[one] or layers) for one, layers in weights.items()]
-        needed, free = sum(count * dtype.itemsize for count, dtype in sizes), psutil.virtual_memory().available
-        if needed > MEMORY_SHARE * free:
-            raise NoMemory(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of free memory")
-        for (one, layers), place in zip(weights.items(), side_by_side(sizes), strict=True):
-            self._of[_key(one, held)] = torch.cat(coded[one], out=place) if coded[one] else _pack(layers, place)
-        self._of |= {_key(one, held): _biases(one, held) for one in new if one.bias}
-        _SHARED.update({_key(one, held): self._of[_key(one, held)] for one in new})
-
-    def of(self, packed: Mapping[str, Packed], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of packed weights, which were added, by their names."""
-        return {name: self._of[_key(one, held)] for name, one in packed.items()}
-
-    def _new(self, packed: Iterable[Packed], held: Mapping[str, Tensor]) -> list[Packed]:
-        for one in packed:
-            if (shared := _SHARED.get(key := _key(one, held))) is not None:
-                self._of[key] = shared
-        return [one for one in dict.fromkeys(packed) if _key(one, held) not in self._of]
+def packed_weights(packed: Mapping[str, Packed], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of packed weights, by their names; ``held``: what they are made of. Raises NotCompiled if there is no room for them."""
+    keys = {name: _key(one, held) for name, one in packed.items()}
+    found = {key: tensor for key in keys.values() if (tensor := _SHARED.get(key)) is not None}
+    new = {keys[name]: one for name, one in packed.items() if keys[name] not in found}
+    parts = {key: _parts(one, held) for key, one in new.items() if not one.bias}
+    sizes = list(map(_size, parts.values()))
+    needed, free = sum(count * dtype.itemsize for count, dtype in sizes), psutil.virtual_memory().available
+    if needed > MEMORY_SHARE * free:
+        raise NotCompiled(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of free memory")
+    for (key, made_of), place in zip(parts.items(), side_by_side(sizes), strict=True):
+        found[key] = torch.cat(made_of, out=place) if made_of[0].ndim == 1 else _pack(made_of, place)
+    found |= {key: _biases(one, held) for key, one in new.items() if one.bias}
+    _SHARED.update(found)
+    return {name: found[key] for name, key in keys.items()}
 
 
 def _key(packed: Packed, held: Mapping[str, Tensor]) -> Any:
@@ -72,14 +53,11 @@ def _key(packed: Packed, held: Mapping[str, Tensor]) -> Any:
     return packed.outputs, packed.transposed, packed.bias, made_of
 
 
-def _codes(layers: Sequence[Tensor]) -> list[Tensor]:
-    """The codes of weights dequantized from blocks of 4 bits, of which products make the same numbers; empty if one is no such weight."""
-    found: list[Tensor] = []
-    for layer in layers:
-        if layer.dtype != torch.bfloat16 or not len(codes := torch.ops.headstart_cpu.encoded(layer)):
-            return []
-        found.append(codes)
-    return found
+def _parts(packed: Packed, held: Mapping[str, Tensor]) -> list[Tensor]:
+    """The weights of layers, ``[N, K]``, or their codes if all were dequantized from blocks of 4 bits: products make the same numbers."""
+    layers = [held[str(name)].t() if packed.transposed else held[str(name)] for name in packed.names]
+    codes = [*takewhile(len, map(torch.ops.headstart_cpu.encoded, layers))]
+    return codes if len(codes) == len(layers) else layers
 
 
 def _size(parts: Sequence[Tensor]) -> tuple[int, torch.dtype]:
@@ -113,10 +91,9 @@ def side_by_side(parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     for count, dtype in parts:
         places.append(end)
         end += -(-count * dtype.itemsize // ALIGNED) * ALIGNED
-    raw = torch.empty(end + 2 * HUGE, dtype=torch.uint8)
+    memory = mmap.mmap(-1, end + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a hint: without it all works, more slowly
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = torch.frombuffer(memory, dtype=torch.uint8)
     skip = -raw.data_ptr() % HUGE
-    if hasattr(ctypes.CDLL(None), "madvise"):
-        start, size = ctypes.c_void_p(raw.data_ptr() + skip), ctypes.c_size_t(-(-end // HUGE) * HUGE)
-        ctypes.CDLL(None).madvise(start, size, MADV_HUGEPAGE)  # a hint: without it all works, more slowly
-    raw[skip : skip + end].zero_()
     return [raw[skip + at : skip + at + count * dtype.itemsize].view(dtype) for at, (count, dtype) in zip(places, parts, strict=True)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf_models import chat_model, write_gguf
 from headstart_cpu import kernels, weights
-from headstart_cpu.program import Packed
+from headstart_cpu.program import NotCompiled, Packed
 from needs import needs_a_compiler
 from torch import Tensor
 
@@ -178,19 +178,18 @@ def test_other_weights_have_no_codes(coding: Any, change: str) -> None:
 def test_layers_with_the_same_input_are_packed_as_codes_if_all_are_of_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     held = {"q": dequantized("Q4_0", 40, 64), "k": dequantized("Q4_1", 33, 64), "v": torch.randn(33, 64).bfloat16()}
     both, mixed = Packed(("q", "k"), (40, 33)), Packed(("q", "v"), (40, 33))
-    packed = weights.Weights()
-    packed.add([both, mixed], held)
-    found = packed.of({"both": both, "mixed": mixed}, held)
+    found = weights.packed_weights({"both": both, "mixed": mixed}, held)
     assert [found[name].dtype for name in found] == [torch.uint8, torch.bfloat16]
     x = torch.randn(3, 64).bfloat16()
-    for one in (both, mixed):
-        y = torch.ops.headstart_cpu.product(x, packed.of({"it": one}, held)["it"], None, 128)
+    assert weights.packed_weights({"it": both}, held)["it"] is found["both"], "another program's is shared"
+    for one, packed in ((both, found["both"]), (mixed, found["mixed"])):
+        y = torch.ops.headstart_cpu.product(x, packed, None, 128)
         for name, at, outputs in zip(one.names, (0, 64), one.outputs, strict=True):
             assert torch.allclose(y[:, at : at + outputs].float(), x.float() @ held[str(name)].float().T, rtol=2**-8, atol=1e-4)
     monkeypatch.setattr(weights, "MEMORY_SHARE", 0)
     other = {name: tensor.clone() for name, tensor in held.items()}
-    with pytest.raises(weights.NoMemory, match="the packed weights take"):
-        packed.add([both], other)
+    with pytest.raises(NotCompiled, match="the packed weights take"):
+        weights.packed_weights({"it": both}, other)
 
 
 @pytest.mark.slow
@@ -208,4 +207,5 @@ def test_a_file_of_4_bits_is_decoded_with_codes(tmp_path: Path, monkeypatch: pyt
     assert torch.equal(*texts)
     compiled = heads.engine(True).reader.read.compiled
     assert compiled is not None and compiled.active
-    assert torch.uint8 in {tensor.dtype for tensor in compiled.weights._of.values()}
+    loaded = [variant.loaded for variant in compiled._variants.values() if variant.loaded is not None]
+    assert loaded and all(torch.uint8 in {tensor.dtype for tensor in one.weights.values()} for one in loaded)
