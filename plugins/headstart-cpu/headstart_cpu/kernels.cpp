@@ -20,6 +20,7 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -53,7 +54,7 @@ constexpr int64_t AT_ONCE = 2 * LANES;   // two vectors of sums for every row
 template <typename V> inline V load(const void* from) { V value; std::memcpy(&value, from, sizeof value); return value; }
 template <typename V> inline void store(void* to, const V& value) { std::memcpy(to, &value, sizeof value); }
 inline Floats spread(float x) { return Floats{} + x; }
-inline float from_bits(Bits x) { const uint32_t word = uint32_t(x) << 16; float y; std::memcpy(&y, &word, 4); return y; }
+inline float from_bits(Bits x) { return std::bit_cast<float>(uint32_t(x) << 16); }
 inline Floats low(Words pairs) { pairs <<= 16; return (Floats)pairs; }
 inline Floats high(Words pairs) { pairs &= 0xffff0000u; return (Floats)pairs; }
 inline Floats widened(const Bits* from)
@@ -67,20 +68,18 @@ inline Floats widened(const Bits* from)
 
 inline Bits rounded(float x)
 {
-    uint32_t word;
-    std::memcpy(&word, &x, 4);
+    const auto word = std::bit_cast<uint32_t>(x);
     if ((word & 0x7fffffffu) > 0x7f800000u) return Bits(word >> 16 | 0x40);   // NaN
     return Bits((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
+inline void put(float x, float& to) { to = x; }
+inline void put(float x, Bits& to) { to = rounded(x); }
+
 template <typename T>
 inline void finish(const float* sums, T* y, const float* bias, int64_t outputs)
 {
-    for (int64_t o = 0; o < outputs; ++o) {
-        const float sum = bias ? sums[o] + bias[o] : sums[o];
-        if constexpr (std::is_same_v<T, Bits>) y[o] = rounded(sum);
-        else y[o] = sum;
-    }
+    for (int64_t o = 0; o < outputs; ++o) put(bias ? sums[o] + bias[o] : sums[o], y[o]);
 }
 
 #if defined(__clang__)
@@ -89,34 +88,24 @@ inline void finish(const float* sums, T* y, const float* bias, int64_t outputs)
 #define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
 #endif
 
-// [a's halves added, b's halves added], then quarters and so on: in the end lane i is the sum of vector i, added up in the same order for every i.
+// The halves of every 2 * HALF numbers added up, first those of a, then those of b.
+template <int64_t HALF, size_t... I>
+inline Floats halved(Floats a, Floats b, std::index_sequence<I...>)
+{
+    constexpr auto from = [](int64_t i) { return i / HALF * 2 * HALF + i % HALF; };
+    return SHUFFLED(a, b, from(I)...) + SHUFFLED(a, b, (from(I) + HALF)...);
+}
+
+// Lane i is the sum of vector i, added up in the same order for every i: halves, then quarters and so on.
+template <int64_t COUNT = LANES>
 inline __attribute__((always_inline)) Floats sums_of(const Floats* v)
 {
-#if defined(__AVX512F__)
-    Floats two[8], four[4], eight[2];
-    UNROLL for (int64_t i = 0; i < 8; ++i)
-        two[i] = SHUFFLED(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-            + SHUFFLED(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    UNROLL for (int64_t i = 0; i < 4; ++i)
-        four[i] = SHUFFLED(two[2 * i], two[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-            + SHUFFLED(two[2 * i], two[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    UNROLL for (int64_t i = 0; i < 2; ++i)
-        eight[i] = SHUFFLED(four[2 * i], four[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29)
-            + SHUFFLED(four[2 * i], four[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    return SHUFFLED(eight[0], eight[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-        + SHUFFLED(eight[0], eight[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX2__)
-    Floats two[4], four[2];
-    UNROLL for (int64_t i = 0; i < 4; ++i)
-        two[i] = SHUFFLED(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLED(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
-    UNROLL for (int64_t i = 0; i < 2; ++i)
-        four[i] = SHUFFLED(two[2 * i], two[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLED(two[2 * i], two[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15);
-    return SHUFFLED(four[0], four[1], 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLED(four[0], four[1], 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-    Floats two[2];
-    UNROLL for (int64_t i = 0; i < 2; ++i) two[i] = SHUFFLED(v[2 * i], v[2 * i + 1], 0, 1, 4, 5) + SHUFFLED(v[2 * i], v[2 * i + 1], 2, 3, 6, 7);
-    return SHUFFLED(two[0], two[1], 0, 2, 4, 6) + SHUFFLED(two[0], two[1], 1, 3, 5, 7);
-#endif
+    if constexpr (COUNT == 1) return *v;
+    else {
+        Floats sums[COUNT / 2];
+        UNROLL for (int64_t i = 0; i < COUNT / 2; ++i) sums[i] = halved<COUNT / 2>(v[2 * i], v[2 * i + 1], std::make_index_sequence<LANES>());
+        return sums_of<COUNT / 2>(sums);
+    }
 }
 
 template <typename T> inline const T* from_output(const T* w, int64_t output, int64_t K) { return w + output * K; }
@@ -192,22 +181,18 @@ constexpr int64_t TILE = 16, AHEAD = 8;
 
 struct alignas(64) TileConfig { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
 
-struct TileSize { int64_t rows, bytes; };
-
-inline void configure(const TileSize (&tiles)[8])
+// Tiles for a number of rows, which are lines of their tiles, or columns where x is `turned`; the others are whole. Without more than 16
+// rows those of the lower 16 are not used.
+inline void configure(bool turned, int64_t count)
 {
     TileConfig config;
+    const int64_t upper = std::min(count, TILE), lower = std::max<int64_t>(count - TILE, 1);
+    const int64_t counts[8] = {upper, upper, lower, lower, turned ? TILE : upper, turned ? TILE : lower, turned ? upper : TILE, turned ? lower : TILE};
     for (int i = 0; i < 8; ++i) {
-        const bool used = tiles[i].rows && tiles[i].bytes;
-        config.rows[i] = uint8_t(used ? tiles[i].rows : 0);
-        config.bytes[i] = uint16_t(used ? tiles[i].bytes : 0);
+        config.rows[i] = uint8_t(turned ? TILE : counts[i]);
+        config.bytes[i] = uint16_t(4 * (turned ? counts[i] : TILE));
     }
     _tile_loadconfig(&config);
-}
-
-inline void configure(const Bits*, int64_t upper, int64_t lower)
-{
-    configure({{upper, 64}, {upper, 64}, {lower, 64}, {lower, 64}, {upper, 64}, {lower, 64}, {TILE, 64}, {TILE, 64}});
 }
 
 // Up to 32 rows of a block. A row's sums are added up in the same order among any number of rows.
@@ -239,11 +224,6 @@ inline void tiled(const Bits* x, const Bits* w, Bits* y, const float* bias, int6
 }
 
 // The same with codes. Here 4 and 5 are weights, [outputs, inputs], and 6 and 7 the rows, turned: x [K / 2, M] of pairs.
-inline void configure(const Codes*, int64_t upper, int64_t lower)
-{
-    configure({{TILE, 4 * upper}, {TILE, 4 * upper}, {TILE, 4 * lower}, {TILE, 4 * lower}, {TILE, 64}, {TILE, 64}, {TILE, 4 * upper}, {TILE, 4 * lower}});
-}
-
 inline void tiled(const uint32_t* x, const Codes* w, Bits* y, const float* bias, int64_t M, int64_t rows, int64_t K, int64_t stride, int64_t outputs)
 {
     alignas(64) float sums[OUTPUTS][2 * TILE];
@@ -299,7 +279,7 @@ bool multiply_tiled(const Bits* x, const W* w, Bits* y, const float* bias, int64
             const int64_t at = n * OUTPUTS, outputs = std::min(OUTPUTS, N - at);
             for (int64_t m = 0; m < M; m += 2 * TILE) {
                 const int64_t count = std::min(M - m, 2 * TILE);
-                if (count != configured) configure(w, std::min(count, TILE), std::max<int64_t>(count - TILE, 0));
+                if (count != configured) configure(coded, count);
                 configured = count;
                 const float* b = bias ? bias + at : nullptr;
                 if constexpr (coded) tiled(turned.data() + m, from_output(w, at, K), y + m * N + at, b, count, M, K, N, outputs);
@@ -463,13 +443,6 @@ void add_values(float* output, const float* shares, int64_t slots, const float* 
     if (q < count) add_values<1, V>(output + q * width, shares + q * slots, slots, values, width);
 }
 
-template <typename F> using AddScores = void (*)(float*, const F*, const F*, float, int64_t);
-template <typename F> AddScores<F> adding_scores(int64_t width)
-{
-    return width == 64 ? add_scores<64, F> : width == 96 ? add_scores<96, F> : width == 128 ? add_scores<128, F> : width == 256 ? add_scores<256, F>
-        : add_scores<0, F>;
-}
-
 // exp(x) for x <= 0, to a unit in the last place or two (Cephes): 2^n times a polynomial of what is left.
 inline Floats exponential(Floats x)
 {
@@ -519,7 +492,8 @@ void attend(
     using F = Factor<T>;
     const int64_t width = padded<F>(of.C), value_width = padded<float>(of.D), count = last - first;
     const int64_t slots = ((of.S + KEYS - 1) / KEYS | 1) * KEYS;   // an odd number: rows 2^n bytes apart would share their places in the cache
-    const AddScores<F> scoring = adding_scores<F>(width);
+    const auto scoring = width == 64 ? add_scores<64, F> : width == 96 ? add_scores<96, F> : width == 128 ? add_scores<128, F>
+        : width == 256 ? add_scores<256, F> : add_scores<0, F>;
     const auto summing = value_width % (4 * LANES) ? add_values<1> : add_values<4>;
     static thread_local std::vector<F> factors;
     static thread_local std::vector<float> floats;
@@ -557,11 +531,7 @@ void attend(
     }
     for (int64_t q = 0; q < count; ++q) {
         T* to = output + (first + q) / of.N * out.head + (first + q) % of.N * out.position;
-        for (int64_t d = 0; d < of.D; ++d) {
-            const float value_d = float(sums[q * value_width + d] / totals[q]);
-            if constexpr (std::is_same_v<T, Bits>) to[d] = rounded(value_d);
-            else to[d] = value_d;
-        }
+        for (int64_t d = 0; d < of.D; ++d) put(float(sums[q * value_width + d] / totals[q]), to[d]);
     }
 }
 
