@@ -35,16 +35,11 @@ def unavailable() -> str | None:
 
 
 @functools.cache
-def machine() -> str:
-    """What compiled code depends on beside its source: torch, compiler and all of the processor's instructions."""
-    instructions = f"{platform.machine()} | {processor('flags', 'Features')}"
-    return f"{torch.__version__} | {torch.version.git_version} | {shutil.which(cxx())} | {instructions}"
-
-
-@functools.cache
 def code() -> str:
-    """A hash of the kernels and of the machine."""
-    return hashlib.sha256(f"{machine()} | {OPTIONS} | {[path.read_text() for path in SOURCES]}".encode()).hexdigest()[:20]
+    """A hash of the kernels and of the machine: torch, compiler and all of the processor's instructions."""
+    instructions = platform.machine(), processor("flags", "Features")
+    parts = torch.__version__, torch.version.git_version, shutil.which(cxx()), instructions, OPTIONS, [path.read_text() for path in SOURCES]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 
 def folder() -> Path:

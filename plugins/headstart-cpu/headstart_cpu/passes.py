@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +19,7 @@ from headstart.inference.capture.captured import warn_once
 from headstart.inference.capture.plugin import Call, Collect, Function, all_nearly_equal
 from headstart.inference.engine.tree import CPU_WIDTH
 from headstart.support.errors import UserError
+from headstart.support.files import file_hash, value_hash
 from headstart.support.pytree import list_tensors
 from headstart_cpu import kernels, store
 from headstart_cpu.compiled_pass import CompiledPass
@@ -29,7 +28,6 @@ from headstart_cpu.program import Shape
 OFF = "HEADSTART_COMPILE"
 """With this environment variable at 0, compiled code is not used unless it is asked for by name."""
 HINT = "decoding without compiled layers or drafts; `headstart compile {}` makes them, once (drafts by --heads DIR); small models gain most"
-ROPE = "its rotary frequencies depend on the context length"
 UNSTATED = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
@@ -73,18 +71,15 @@ def not_compilable(backbone: Backbone) -> str | None:
     if backbone.recurrent is not None:
         return f"{type(backbone.model).__name__} has recurrent layers"
     if backbone.rope_limit is not None:
-        return ROPE
+        return "its rotary frequencies depend on the context length"
     return kernels.unavailable()
 
 
 def _read_shapes(call: Call) -> list[Shape]:
     """The sizes of what `Reader._read` is called with."""
-    stores, index = call.held[0], call.inputs[1]
-    found: list[Shape] = []
-    for place, leaf in enumerate(call.leaves[: call.held_leaves]):
-        rows_there = (leaf.shape[0], "rows", *leaf.shape[2:])
-        found.append((*rows_there[:3], "room", leaf.shape[-1]) if place < len(stores[0]) + len(stores[1]) else rows_there)
+    index = call.inputs[1]
     stored = "nodes" if index is None else "stored"
+    found: list[Shape] = [(len(leaf), "rows", leaf.shape[2], "room", leaf.shape[-1]) for leaf in call.leaves[: call.held_leaves]]
     found += [("rows", "nodes"), ("rows", stored), ("rows", "nodes", stored)]
     if index is not None:
         found.append(("rows", "nodes"))
@@ -124,8 +119,7 @@ def described(model: nn.Module) -> str:
     stated = config.to_dict() if isinstance(config, PretrainedConfig) else {}
     settings = {key: value for key, value in stated.items() if key not in UNSTATED}
     sources = sorted({inspect.getsourcefile(type(module)) or "" for module in model.modules()})
-    code = [(name, hashlib.sha256(Path(name).read_bytes()).hexdigest()) for name in sources if name]
+    code = [(name, file_hash(Path(name))) for name in sources if name]
     sizes = [(name, str(weight.dtype), tuple(weight.shape)) for name, weight in model.named_parameters()]
     kernel = getattr(config, "_attn_implementation", None)
-    parts = (type(model).__qualname__, json.dumps(settings, sort_keys=True, default=str), code, sizes, tuner_state(model), kernel)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return value_hash((type(model).__qualname__, settings, code, sizes, tuner_state(model), kernel))

@@ -108,12 +108,16 @@ def _ask_once(graph: fx.GraphModule) -> None:
         graph.graph.erase_node(node)
 
 
+def writes(node: fx.Node) -> bool:
+    """True if the operation writes into a tensor, its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 def _written(node: fx.Node) -> Any:
     """What a node is that was written into, or the node itself."""
-    schema = getattr(node.target, "_schema", None)
-    while schema is not None and schema.is_mutable and node.args and isinstance(node.args[0], fx.Node):
+    while writes(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-        schema = getattr(node.target, "_schema", None)
     return node
 
 
@@ -173,7 +177,7 @@ class _Writer:
         """The layer's own node for one that it reads: an input, a weight, a size or one that was written before."""
         if node not in self.own:
             if node.op == "get_attr":
-                self.own[node] = self._weight(str(node.target), node.meta.get("val"))
+                self.own[node] = self._weight(str(node.target))
             elif is_tensor(node):
                 self.own[node] = self.inputs[node] = self._placeholder(node.meta["val"])
             else:
@@ -189,9 +193,9 @@ class _Writer:
         self.own[node] = self.inputs[node] = self._placeholder(node.meta["val"])
         return self.own[node]
 
-    def _weight(self, name: str, value: Tensor | None) -> fx.Node:
+    def _weight(self, name: str) -> fx.Node:
         if name not in self.weights:
-            self.weights[name] = self._placeholder(getattr(self.whole, name) if value is None else value)
+            self.weights[name] = self._placeholder(getattr(self.whole, name))
         return self.weights[name]
 
     def _placeholder(self, like: Tensor) -> fx.Node:

@@ -216,10 +216,10 @@ class Layer(NamedTuple):
 
 def use_products(graph: Any, packed: bool) -> list[PackedWeight]:
     """Replace linear layers in the graph; the graph takes the packed weights returned here as its last argument."""
-    groups: dict[Any, list[Layer]] = {}
+    groups: dict[Any, list[tuple[Layer, Tensor, Tensor | None]]] = {}
     for layer in _layers(graph) if packed else ():
         if (found := layer.packable()) is not None:
-            groups.setdefault((layer.x.debugName(), found[0].dtype), []).append(layer)
+            groups.setdefault((layer.x.debugName(), found[0].dtype), []).append((layer, *found))
     argument = graph.addInput("packed")
     argument.setType(_C.ListType(_C.TensorType.get()))
     unpacking = graph.create("prim::ListUnpack", [argument], len(groups))
@@ -227,9 +227,9 @@ def use_products(graph: Any, packed: bool) -> list[PackedWeight]:
     weights = []
     for group, value in zip(groups.values(), list(unpacking.outputs()), strict=True):
         value.setType(_C.TensorType.get())
-        parts = [one for layer in group if (one := layer.packable()) is not None]
-        weights.append(pack(*zip(*parts, strict=True)))
-        _replace(graph, group, value, _insert_constant(graph, group[0].node, weights[-1].bias_N), weights[-1].sizes)
+        layers, originals, biases = zip(*group, strict=True)
+        weights.append(pack(originals, biases))
+        _replace(graph, layers, value, _insert_constant(graph, layers[0].node, weights[-1].bias_N), weights[-1].sizes)
     for layer in _layers(graph):  # in bf16 torch calls oneDNN itself
         if layer.weight.type().dtype() == torch.float32 and layer.weight.type().device().type == "cpu" and onednn.available(torch.float32):
             weight = _insert(graph, layer.node, "aten::t", layer.weight) if layer.transposed else layer.weight

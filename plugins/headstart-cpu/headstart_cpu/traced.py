@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from headstart.heads.backbone.tree_attention import attention_as_one_operation
 from headstart_cpu.kernels import DTYPES
 from headstart_cpu.program import SPACE, Inputs, NotCompiled, Packed, Program, Shape, Size, named_tensors, whole_blocks
-from headstart_cpu.regions import Call, is_tensor, marked, split
+from headstart_cpu.regions import Call, is_tensor, marked, split, writes
 
 aten = torch.ops.aten
 Node = Any  # of fx, whose arguments have no types
@@ -80,7 +80,7 @@ def _between(graph: fx.GraphModule, calls: Sequence[Call]) -> tuple[str, set[str
             of.update({written: copied(base) for written, base in call.written.items()})
         elif node not in inside and is_tensor(node):  # sizes are asked for where they are needed
             copied(node)
-    kept = lambda node: node.op in ("placeholder", "output", "call_module") or _writes(node)  # noqa: E731
+    kept = lambda node: node.op in ("placeholder", "output", "call_module") or writes(node)  # noqa: E731
     rest.eliminate_dead_code(is_impure_node=kept)
     code = rest.python_code("self")
     if unknown := sorted({*code.globals} - {*SPACE, "fx_pytree", "pytree"}):
@@ -92,11 +92,6 @@ def _is_layers_part(node: Node) -> bool:
     """True for one layer's keys or values of the stores that hold all layers'."""
     chosen = node.target is aten.select.int and node.args[0].op == "placeholder"
     return bool(chosen) and type(node.args[0].meta["val"].shape[node.args[1]]) is int
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 class _Linear(NamedTuple):
@@ -125,11 +120,7 @@ def use_products(graph: fx.GraphModule, layer_of: MutableMapping[Node, int]) -> 
             _replace(graph, group, made)
         if (layer := layer_of.get(group[0].node)) is not None:
             layer_of.update({node: layer for node in graph.graph.nodes if node not in before})
-        for one in group:
-            for node in (one.node, *one.node.all_input_nodes, *(far for near in one.node.all_input_nodes for far in near.all_input_nodes)):
-                if not node.users and node.op != "placeholder":
-                    layer_of.pop(node, None)
-                    graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
     return made
 
 
@@ -161,9 +152,8 @@ def _replace(graph: fx.GraphModule, group: list[_Linear], made: dict[str, Packed
     def attribute(what: Packed, size: int, dtype: torch.dtype) -> Node:
         name = next((name for name, other in made.items() if other == what), f"_packed{len(made)}")
         made[name] = what
-        node = graph.graph.create_node("get_attr", name)
-        node.meta["val"] = torch.empty(size, dtype=dtype, device="meta")
-        return node
+        graph.register_buffer(name, torch.empty(size, dtype=dtype, device="meta"))
+        return graph.graph.get_attr(name)
 
     weight = attribute(Packed(tuple(item.weight for item in group), outputs, first.transposed), whole * inputs, tensor.dtype)
     biases = tuple(item.bias for item in group)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import queue
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ if os.getppid() == int(sys.argv[1]):
     main()
 """
 """The program of a process that compiles."""
-END = "end"
 PART = TypeAdapter(Region | None)
 """A region, or None for the operations of ours."""
 MOST = 4
@@ -44,25 +42,23 @@ def compile_parts(regions: Sequence[Region], say: Callable[[str], object]) -> in
 
     ``say``: is given a line at the beginning and every few seconds. Raises UserError if a process ends before its work does.
     """
-    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
     parts = [*([] if kernels.library().is_file() else [None]), *regions]
-    count, start, done = min(MOST, len(os.sched_getaffinity(0)), len(parts)), time.monotonic(), list[float]()
-    for part in [*parts, *[END] * count]:
-        jobs.put(part)
+    count, start, done = min(MOST, len(os.sched_getaffinity(0)), len(parts)), time.monotonic(), list[Region | None]()
+    left = iter(parts)  # each of the threads takes the next
     kernels.folder().mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(max(count, 1)) as pool:
-        working = {pool.submit(_hand_out, jobs, done) for _ in range(count)}
+        working = {pool.submit(_hand_out, left, done) for _ in range(count)}
         while working:
             ended, working = wait(working, timeout=EVERY, return_when=FIRST_EXCEPTION)
             for worker in ended:
                 worker.result()
-            each = (time.monotonic() - start) * count / len(done) if done else USUAL
+            each = (time.monotonic() - start) / len(done) if done else USUAL / count
             if working:
-                say(f"compiled {len(done)} of {len(parts)} parts, about {each * (len(parts) - len(done)) / count:.0f} s left")
+                say(f"compiled {len(done)} of {len(parts)} parts, about {each * (len(parts) - len(done)):.0f} s left")
     return len(parts)
 
 
-def _hand_out(jobs: queue.SimpleQueue[Any], done: list[float]) -> None:
+def _hand_out(left: Iterator[Region | None], done: list[Region | None]) -> None:
     """Have a process compile one part after the other until there are no more."""
     roots = Path(headstart.__file__).parents[1], Path(__file__).parents[1]
     paths = [*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -71,14 +67,14 @@ def _hand_out(jobs: queue.SimpleQueue[Any], done: list[float]) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=kernels.folder(), **pipes) as worker:
         assert worker.stdin is not None and worker.stdout is not None
-        for part in iter(jobs.get, END):
+        for part in left:
             worker.stdin.write(f"{PART.dump_json(part).decode()}\n")
             worker.stdin.flush()
             if not (answer := worker.stdout.readline()):
                 raise UserError("a process that compiles has ended before its work was done (out of memory?); run the command again")
             if answer != "done\n":
                 raise UserError(f"compiled layers cannot be kept: {answer.strip()}")
-            done.append(time.monotonic())
+            done.append(part)
 
 
 def main() -> None:
