@@ -11,7 +11,7 @@ from matrix import mark_slow_cells
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
 LIMITS = {"files": 210, "lines": 37_531, "lines of code": 26_599}
-PLUGIN_LIMITS = {"files": 16, "lines": 2_660, "lines of code": 1_950}
+PLUGIN_LIMITS = {"files": 16, "lines": 2_506, "lines of code": 1_842}
 TEST_LIMITS = {"lines": 35_522, "setattr": 59, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small
 files were joined to the stories that used them, and 38,377 lines of tests.
