@@ -146,7 +146,8 @@ Tensor encoded(const Tensor& weight)
     const int64_t N = weight.size(0), K = weight.size(1), blocks = (N + OUTPUTS - 1) / OUTPUTS;
     float scale, offset;
     uint8_t some[INPUTS];
-    if (weight.scalar_type() != at::kBFloat16 || K % INPUTS || !encode((const Bits*)weight[0].slice(0, 0, INPUTS).contiguous().const_data_ptr(), scale, offset, some))
+    if (weight.scalar_type() != at::kBFloat16 || K % INPUTS
+        || !encode((const Bits*)weight[0].slice(0, 0, INPUTS).contiguous().const_data_ptr(), scale, offset, some))
         return at::empty({0}, at::kByte);   // as most are, at once
     const Tensor dense = weight.contiguous(), found = at::zeros({blocks * (K / INPUTS) * int64_t(sizeof(Codes))}, at::kByte);
     std::atomic<bool> fits = true;

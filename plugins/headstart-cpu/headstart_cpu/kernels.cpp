@@ -18,7 +18,6 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -187,7 +186,8 @@ inline void configure(bool turned, int64_t count)
 {
     TileConfig config;
     const int64_t upper = std::min(count, TILE), lower = std::max<int64_t>(count - TILE, 1);
-    const int64_t counts[8] = {upper, upper, lower, lower, turned ? TILE : upper, turned ? TILE : lower, turned ? upper : TILE, turned ? lower : TILE};
+    const int64_t counts[8] = {
+        upper, upper, lower, lower, turned ? TILE : upper, turned ? TILE : lower, turned ? upper : TILE, turned ? lower : TILE};
     for (int i = 0; i < 8; ++i) {
         config.rows[i] = uint8_t(turned ? TILE : counts[i]);
         config.bytes[i] = uint16_t(4 * (turned ? counts[i] : TILE));
