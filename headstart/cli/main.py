@@ -90,6 +90,7 @@ COMMANDS = (
     Command("regenerate", "preparing", "Replace the answers of a dataset by the backbone's own"),
     Command("plan", "preparing", "Estimate memory, disk and time of a training run, and what fits"),
     Command("inspect", "preparing", "Show a training sample and dataset statistics, or the contents of a checkpoint"),
+    Command("quantize", "serving", "Round heads to 4 bits, which draft faster on a CPU"),
     Command("export", "serving", "Write heads in the layout of a serving engine, with the line that starts it"),
     Command("push", "serving", "Upload heads to the hub with a model card"),
     Command("import", "serving", "Import heads that another trainer wrote", "import_heads"),

@@ -1,4 +1,7 @@
-"""The commands for serving engines: ``headstart export``, ``push``, ``import`` and ``verify``; libraries are imported when one runs."""
+"""The commands for heads that are trained: ``headstart quantize``, ``export``, ``push``, ``import`` and ``verify``.
+
+Libraries are imported when one runs.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from headstart.support.files import write_json
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
 
+QUANTIZE_EXAMPLE = "example: headstart quantize out/quickstart/eagle3 --prompts prompts.jsonl --out out/quickstart/eagle3-4bit"
 EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart/eagle3 --to vllm --out out/served"
 PUSH_EXAMPLE = """examples:
   headstart push out/eagle3 user/llama-3.1-8b-eagle3 --bench report.json
@@ -22,6 +26,41 @@ PUSH_EXAMPLE = """examples:
 IMPORT_HEADS_EXAMPLE = """examples:
   headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
   headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("heads", metavar="DIR|HUB_ID", help="heads trained by Headstart")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for the rounded heads")
+    parser.add_argument("--backbone", metavar="M", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
+    own = "the embedded backbone's own, or texts that the backbone writes itself"
+    parser.add_argument("--prompts", metavar="FILE", help=f"what to round by and to measure on, as for bench (default: {own})")
+    parser.add_argument("--limit", type=count(1), default=64, metavar="N", help="the first N prompts of the file only (64)")
+    add_template_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
+    parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to put on the backbone (default: that of the heads)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
+    add_precision(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+
+
+def quantize(args: argparse.Namespace) -> int:
+    """Round heads to 4 bits, and say what they drafted before and after."""
+    from headstart.cli.loading import backbone_name, backbone_of, chat_settings_of, quiet
+    from headstart.heads.checkpoint import require_sizes
+    from headstart.serving.quantize import quantize as rounding
+    from headstart.serving.reading import Wishes
+
+    quiet()
+    name = backbone_name(args.backbone, [args.heads])
+    require_sizes(args.heads, name, trust_remote_code=args.trust_remote_code)
+    variables = chat_settings_of([args.heads], args.template_arg, ()).variables
+    wishes = Wishes(None, None, args.prompts, args.max_new_tokens, args.trust_remote_code, variables, args.limit)
+    report = rounding(args.heads, args.out, backbone_of(name, args), wishes)
+    write_json(args.json, report)
+    was, now = report["before"]["tau"], report["after"]["tau"]
+    print(f"{len(report['layers'])} layers of 4 bits; on {report['measured_on']}: tau {was:.3f} before, {now:.3f} now")
+    print(f"written to {args.out}; decode with: headstart generate --heads {args.out} PROMPT", file=sys.stderr)
+    return 0
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
