@@ -28,7 +28,7 @@ from headstart.support.terminal import watched
 
 GROUP, MOST = 32, 15
 """Inputs that share a scale and an offset, and the largest code."""
-NARROWER = torch.linspace(0.7, 1.0, 13)
+NARROWER = tuple(1 - 0.025 * step for step in range(13))
 """Shares of a group's range that are tried: of a narrower one the steps are smaller."""
 DAMPING = 0.01
 
@@ -111,7 +111,7 @@ def _grid(weight_OG: Tensor, sizes_G: Tensor) -> tuple[Tensor, Tensor]:
     """The scale and offset ``[O, 1]`` of a group that change the outputs least; both are numbers of fp16, as in GGUF's Q4_1."""
     low_O1, high_O1 = weight_OG.amin(1, keepdim=True), weight_OG.amax(1, keepdim=True)
     best: list[Tensor] = []
-    for share in NARROWER.tolist():
+    for share in NARROWER:
         half_O1 = (high_O1 - low_O1) / 2 * share
         scale_O1, offset_O1 = (2 * half_O1 / MOST).half().float(), ((low_O1 + high_O1) / 2 - half_O1).half().float()
         error_O1 = ((_on_grid(weight_OG, scale_O1, offset_O1) - weight_OG).square() * sizes_G).sum(1, keepdim=True)

@@ -13,6 +13,7 @@ from test_hybrid import CONFIGS
 from tiny_models import tiny_model
 
 from headstart.cli.main import main
+from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.training.data.kept import Splits
 from headstart.training.plan.duration import best_chain, likely, tau
@@ -180,6 +181,7 @@ def test_a_mistake_is_one_line(small: Path, tmp_path: Path, capsys: pytest.Captu
 def test_packing_for_recurrent_layers_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     build_model(*CONFIGS["qwen3_next"]).save_pretrained(tmp_path / "hybrid")
+    load_tokenizer("embedded").save_pretrained(tmp_path / "hybrid")
     packed = load_recipe(recipe, [f"backbone.path={tmp_path / 'hybrid'}", "data.packing=true"])
     with pytest.raises(UserError, match=r"recurrent layers, which follow no mask: no packing \(data.packing=false\)"):
         prepare(packed)
