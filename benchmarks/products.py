@@ -1,4 +1,5 @@
-"""Times all products of a decoding step by compiled layers' kernels, for several numbers of rows, in bf16 or fp32, on random weights.
+"""Times all products of a decoding step by compiled layers' kernels, for several numbers of rows, in bf16 or fp32, on random weights, and a
+layer's attention to KEYS keys, microseconds.
 
 python benchmarks/products.py --threads 2 [--dtype float32 | --four-bits] [--hidden 576 --intermediate 1536 --heads 9 --kv-heads 3
 --layers 30 --vocab 49152] [--json FILE]
@@ -21,6 +22,7 @@ from program import options, run
 
 SIZES = {"hidden": 576, "intermediate": 1536, "heads": 9, "kv-heads": 3, "layers": 30, "vocab": 49152, "rounds": 12}
 ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48)
+KEYS = (128, 512, 2048)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
@@ -42,13 +44,28 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
             for (outputs, size), place in zip(shapes, places, strict=True):
                 torch.ops.headstart_cpu.product(inputs[size], place, None, outputs)
             times.append(time.perf_counter() - start)
+    attention = {keys: {rows: _attention(given, dtype, rows, keys) for rows in (1, 2, 5, 8)} for keys in KEYS}
     medians = {rows: statistics.median(times[1:]) for rows, times in seconds.items()}  # the first round touches the memory
     size = sum(place.nbytes for place in places)
     return {
         "amx": dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported(), "threads": given.threads, "bytes": size,
         "ms": {rows: round(1e3 * median, 2) for rows, median in medians.items()},
-        "GB/s": {rows: round(size / median / 1e9, 1) for rows, median in medians.items()},
+        "GB/s": {rows: round(size / median / 1e9, 1) for rows, median in medians.items()}, "attention": attention,
     }  # fmt: skip
+
+
+def _attention(given: argparse.Namespace, dtype: torch.dtype, rows: int, keys: int) -> float:
+    """The microseconds of a layer's attention of some rows to so many keys, the last seven of which are masked."""
+    width = given.hidden // given.heads
+    query = torch.randn(1, rows, given.heads, width, dtype=dtype).transpose(1, 2)
+    stored = [torch.randn(1, given.kv_heads, keys + 1, width, dtype=dtype)[:, :, :keys] for _ in range(2)]
+    mask, times = torch.zeros(1, 1, rows, keys, dtype=dtype), list[float]()
+    mask[..., -7:] = torch.finfo(dtype).min
+    for _ in range(40 * given.rounds):
+        start = time.perf_counter()
+        torch.ops.headstart_cpu.attention(query, *stored, mask, width**-0.5)
+        times.append(time.perf_counter() - start)
+    return round(1e6 * statistics.median(times), 1)
 
 
 if __name__ == "__main__":

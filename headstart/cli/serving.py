@@ -28,19 +28,23 @@ IMPORT_HEADS_EXAMPLE = """examples:
   headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
 
 
+def _add_measuring(parser: argparse.ArgumentParser, prompts: str) -> None:
+    own = "the embedded backbone's own, or texts that the backbone writes itself"
+    parser.add_argument("--prompts", metavar="FILE", help=f"{prompts}, as for bench (default: {own})")
+    add_template_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
+    parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to put on the backbone, as for Medusa-2")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
+    add_precision(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+
+
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("heads", metavar="DIR|HUB_ID", help="heads trained by Headstart")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for the rounded heads")
     parser.add_argument("--backbone", metavar="M", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
-    own = "the embedded backbone's own, or texts that the backbone writes itself"
-    parser.add_argument("--prompts", metavar="FILE", help=f"what to round by and to measure on, as for bench (default: {own})")
     parser.add_argument("--limit", type=count(1), default=64, metavar="N", help="the first N prompts of the file only (64)")
-    add_template_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
-    parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to put on the backbone (default: that of the heads)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
-    add_precision(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    _add_measuring(parser, "prompts to round by and to measure acceptance on")
 
 
 def quantize(args: argparse.Namespace) -> int:
@@ -55,7 +59,7 @@ def quantize(args: argparse.Namespace) -> int:
     require_sizes(args.heads, name, trust_remote_code=args.trust_remote_code)
     variables = chat_settings_of([args.heads], args.template_arg, ()).variables
     wishes = Wishes(None, None, args.prompts, args.max_new_tokens, args.trust_remote_code, variables, args.limit)
-    report = rounding(args.heads, args.out, backbone_of(name, args), wishes)
+    report = rounding(args.heads, args.out, lambda: backbone_of(name, args), wishes)
     write_json(args.json, report)
     was, now = report["before"]["tau"], report["after"]["tau"]
     print(f"{len(report['layers'])} layers of 4 bits; on {report['measured_on']}: tau {was:.3f} before, {now:.3f} now")
@@ -118,14 +122,7 @@ def add_import_heads(parser: argparse.ArgumentParser) -> None:
     about = "what layer ids mean: states after j layers, or outputs of layer j (default: what the layout says; where it is open, measured)"
     parser.add_argument("--counting", choices=("hs", "layer"), help=about)
     parser.add_argument("--depth", type=DEPTH, metavar="K", help="tokens to draft (default: as the files say, or the method's)")
-    own = "the embedded backbone's own, or texts that the backbone writes itself"
-    parser.add_argument("--prompts", metavar="FILE", help=f"prompts to measure acceptance on, as for bench (default: {own})")
-    add_template_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
-    parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to put on the backbone, as for Medusa-2")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
-    add_precision(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    _add_measuring(parser, "prompts to measure acceptance on")
 
 
 def import_heads(args: argparse.Namespace) -> int:
@@ -241,9 +238,7 @@ def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Ba
         raise UserError(f"--max-new-tokens {args.max_new_tokens} leaves no room for prompts in {limit}; lower it")
     settings = chat_settings_of([heads] if heads else [], args.template_arg, end_tokens(backbone.model.generation_config))
     if args.prompts:
-        prompter = Prompter(tokenizer := load_tokenizer(backbone.name), settings=settings)
-        if not tokenizer("a")["input_ids"]:  # transformers gives an empty one for folders of some families that have none
-            raise UserError(f"{backbone.name} has no tokenizer for --prompts; save its tokenizer in that folder")
+        prompter = Prompter(load_tokenizer(backbone.name), settings=settings)
         found = [prompt.ids_T for file in args.prompts for prompt in read_prompts(Path(file), prompter, args.limit)]
         where = f"{len(found)} prompts of {', '.join(args.prompts)}"
     else:

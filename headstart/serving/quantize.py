@@ -8,7 +8,7 @@ Shape suffixes: O outputs, I inputs, G inputs of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,14 @@ NARROWER = tuple(1 - 0.025 * step for step in range(13))
 DAMPING = 0.01
 
 
-def quantize(path: str, out: Path, backbone: Backbone, wishes: Wishes) -> dict[str, Any]:
+def quantize(path: str, out: Path, load: Callable[[], Backbone], wishes: Wishes) -> dict[str, Any]:
     """Write the heads at ``path`` with layers of 4 bits to ``out``, a new folder, and return a report: what they drafted before and after.
 
-    Raises UserError, and writes nothing, for another backbone, or for heads without layers whose inputs are a multiple of 32.
+    ``load`` loads their backbone. Raises UserError, and writes nothing, for another backbone, or for heads without layers whose inputs are
+    a multiple of 32.
     """
     require_new(out)
-    card = read_metadata(path)[1]
+    card, backbone = read_metadata(path)[1], load()
     drafter = load_drafter(path, backbone).to(torch.bfloat16).to(backbone.dtype)
     layers = _layers(drafter)
     if not layers:

@@ -184,8 +184,8 @@ class Wishes:
     trust_remote_code: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, for the prompts and kept with the heads."""
-    most_prompts: int = 0
-    """The first prompts of the file only (0: `PROMPTS`)."""
+    most_prompts: int = PROMPTS
+    """Of the file, its first ones."""
 
 
 def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Backbone], wishes: Wishes) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def prompts_for(backbone: Backbone, wishes: Wishes) -> tuple[list[Tensor], str]:
         return texts, f"{len(texts)} texts that the backbone wrote itself"
     settings = ChatSettings(variables=wishes.template_kwargs, ends=end_tokens(backbone.model.generation_config))
     prompter = Prompter(load_tokenizer(backbone.name, trust_remote_code=wishes.trust_remote_code), settings=settings)
-    found = [prompt.ids_T for prompt in read_prompts(file, prompter, wishes.most_prompts or PROMPTS)]
+    found = [prompt.ids_T for prompt in read_prompts(file, prompter, wishes.most_prompts)]
     return found, f"{len(found)} prompts of {Path(file).name}"
 
 

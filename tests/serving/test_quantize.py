@@ -49,7 +49,7 @@ def test_the_heads_that_ship_are_rounded(tmp_path: Path, capsys: pytest.CaptureF
 def test_heads_of_other_kinds(kind: str, tmp_path: Path) -> None:
     on = Backbone(tiny("llama", hidden_size=64, intermediate_size=96))
     random_drafter(kind, on).save_pretrained(tmp_path / "heads")
-    report = quantize(str(tmp_path / "heads"), tmp_path / "out", on, Wishes(new_tokens=8))
+    report = quantize(str(tmp_path / "heads"), tmp_path / "out", lambda: on, Wishes(new_tokens=8))
     drafter = load(tmp_path / "out", on).drafter
     assert report["layers"] and drafter is not None
     layers = dict(drafter.named_modules())
@@ -65,5 +65,5 @@ def test_wrong_heads_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[s
     on = Backbone(tiny("llama", hidden_size=48, intermediate_size=80))
     random_drafter("medusa", on).save_pretrained(tmp_path / "heads")
     with pytest.raises(UserError, match="none of its layers has inputs that are a multiple of 32"):
-        quantize(str(tmp_path / "heads"), tmp_path / "out", on, Wishes())
+        quantize(str(tmp_path / "heads"), tmp_path / "out", lambda: on, Wishes())
     assert not (tmp_path / "out").exists()

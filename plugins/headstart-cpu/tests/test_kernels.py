@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.inference.generate import load
+from headstart.serving.quantize import rounded
 from headstart.support.devices import cxx
 
 pytestmark = needs_a_compiler
@@ -143,6 +144,11 @@ def test_products_with_codes_use_the_same_weights(coding: Any, kind: str, output
     for rows in (1, 2, 5, 12, 13, 33):
         assert torch.equal(torch.cat([coding.product(part, codes, bias, outputs) for part in x.split(rows)]), found)
     assert torch.equal(coding.encoded(weight.T.contiguous().T), codes), "a weight that lies otherwise in memory"
+
+
+def test_heads_that_were_rounded_have_codes(coding: Any) -> None:
+    moments = torch.randn(200, 96)
+    assert len(coding.encoded(rounded(torch.randn(70, 96) / 30, moments.T @ moments).bfloat16()))
 
 
 @pytest.mark.usefixtures("coding")
