@@ -1,4 +1,4 @@
-"""Headstart beside transformers, vLLM, llama.cpp and OpenVINO: the same model, heads, prompts and number of threads, in one race.
+"""Headstart beside transformers, vLLM, llama.cpp, OpenVINO and economize: one model, its heads, prompts and threads, in one race.
 
     python benchmarks/peers.py                                                    # the heads that ship for SmolLM2, prompts of seven tasks
     python benchmarks/peers.py --heads DIR --prompts FILE --vllm .venv-engines/bin/python --llama out/llama --html peers.html
@@ -7,9 +7,10 @@ Measured by what `headstart bench` is made of, and with its arguments: transform
 drafts, with the heads alone, and with n-gram drafts too. With --vllm vLLM 0.32 (CPU build, `make engines`), without drafts and with each
 of the heads as `headstart export --to vllm` writes them, in a chain. With --llama llama.cpp (node-llama-cpp, `npm install --prefix FOLDER
 node-llama-cpp`), where the model is a GGUF file. With --openvino OpenVINO GenAI (docs/serving.md says what its environment holds), without
-drafts and with each of the heads in a chain, greedily and one prompt at a time; export's own lines convert model and heads. All decode
-batch by batch in turn; a batch begins when the one before has ended. Conversations end after the first answer. Temperatures 0 and 1,
-batches of 1 and 8 and 96 tokens, unless others are given.
+drafts and with each of the heads in a chain, greedily and one prompt at a time; export's own lines convert model and heads. With
+--economize economize 0.3 (`pip install economize`), without drafts and with each of the heads, as for vLLM. All decode batch by batch in
+turn; a batch begins when the one before has ended. Conversations end after the first answer. Temperatures 0 and 1, batches of 1 and 8 and
+96 tokens, unless others are given.
 
 Prints Markdown: acceptance (tau), tokens per second after each text's first token and with prefill, in how many prompts the whole text is
 that of the same engine without drafts, and that of Headstart without drafts; then the speed by task. --json writes the report of `bench`,
@@ -29,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peers_engines import DRIVERS, LLAMA, OPENVINO, VLLM, Engine, job
+from peers_engines import DRIVERS, ECONOMIZE, LLAMA, OPENVINO, VLLM, Engine, job
 
 from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
 from headstart.cli.loading import backbone_name
@@ -108,6 +109,16 @@ def engines_of(args: argparse.Namespace, subject: Subject, plan: Plan, longest: 
         given: Row = {"engine": LLAMA, "rows": max(plan.batches), "max_model_len": room}
         command = [args.node, str(DRIVERS[LLAMA]), str(args.llama.absolute())]
         yield Engine(LLAMA, backbone, command, job(gguf.path.absolute(), backbone, threads, **given))
+    if args.economize is not None:
+        command = [str(args.economize.absolute()), str(DRIVERS[ECONOMIZE])]
+        shared = {"engine": ECONOMIZE, "dtype": NAMES[dtype_name(backbone.dtype)]}
+        plain = Engine(ECONOMIZE, backbone, command, job(safetensors(subject, folder), backbone, threads, heads=None, **shared))
+        yield plain
+        for number, path in enumerate(args.heads):
+            exported = export(Request(path, "vllm", folder / f"economize-{number}", args.backbone))
+            depth = args.depth or exported["depth"]
+            given = job(safetensors(subject, folder), backbone, threads, heads=str(folder / f"economize-{number}"), depth=depth, **shared)
+            yield Engine(f"{ECONOMIZE} with {path}, chain of {depth}", backbone, command, given, plain)
     if args.openvino is not None:
         precision = {"fp32": "f32", "bf16": "bf16"}[dtype_name(backbone.dtype)]
         command, shared = [str(args.openvino.absolute()), "-I", str(DRIVERS[OPENVINO])], {"engine": OPENVINO, "precision": precision}
@@ -162,7 +173,7 @@ def safetensors(subject: Subject, folder: Path) -> Path:
 
 def require_engines(args: argparse.Namespace) -> None:
     """Raise UserError unless --vllm and --llama are what they are to be, and the other arguments what these engines can do."""
-    engines = [option for option in ("--vllm", "--llama", "--openvino") if getattr(args, option[2:]) is not None]
+    engines = [option for option in ("--vllm", "--llama", "--openvino", "--economize") if getattr(args, option[2:]) is not None]
     if args.openvino is not None and (any(args.temperature) or not args.openvino.is_file() or args.dtype not in ("fp32", "bf16")):
         raise UserError("--openvino is the Python of an environment with openvino-genai, greedy: --temperature 0, --dtype fp32 or bf16")
     if engines and args.adapter is not None:
@@ -238,6 +249,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--llama", type=Path, metavar="FOLDER", help="where node-llama-cpp is installed (default: without llama.cpp)")
     about = "the Python of an environment with openvino-genai and optimum-intel (default: without OpenVINO)"
     options.add_argument("--openvino", type=Path, metavar="PYTHON", help=about)
+    about = "the Python of an environment with economize (default: without it)"
+    options.add_argument("--economize", type=Path, metavar="PYTHON", help=about)
     options.add_argument("--node", default="node", metavar="PROGRAM", help="what runs it (node)")
     options.set_defaults(include_heads_only=True, prompt_lookup=True, max_new_tokens=96)
     return options

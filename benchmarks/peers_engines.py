@@ -1,4 +1,4 @@
-"""vLLM, llama.cpp and OpenVINO as systems of a benchmark (benchmarks/peers.py), each in a process of its own that answers lines of JSON.
+"""Other engines as systems of a benchmark (benchmarks/peers.py), each in a process of its own that answers lines of JSON.
 
 The driver is called as COMMAND FD: it reads a line on the standard input, the job, and writes to the file descriptor FD. Once the model is
 loaded it writes ``version`` and ``threads``. Then for each line with ``prompts`` (lists of tokens), ``new_tokens``, ``temperature`` and
@@ -27,9 +27,12 @@ from headstart.inference.measure import Settings
 from headstart.inference.steps import PARTS, Tally
 from headstart.support.errors import UserError, cause
 
-VLLM, LLAMA, OPENVINO = "vllm", "llama.cpp", "openvino"
+VLLM, LLAMA, OPENVINO, ECONOMIZE = "vllm", "llama.cpp", "openvino", "economize"
 HERE = Path(__file__).parent
-DRIVERS = {VLLM: HERE / "peers_vllm.py", LLAMA: HERE / "peers_llama.mjs", OPENVINO: HERE / "peers_openvino.py"}
+DRIVERS = {
+    VLLM: HERE / "peers_vllm.py", LLAMA: HERE / "peers_llama.mjs", OPENVINO: HERE / "peers_openvino.py",
+    ECONOMIZE: HERE / "peers_economize.py",
+}  # fmt: skip
 
 
 class Engine(System):

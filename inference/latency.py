@@ -118,14 +118,15 @@ class Costs:
 
     def of_passes(self, rows: int, sizes: Sequence[int]) -> dict[int, float]:
         """Seconds of passes over so many nodes per row, each at most the measured time of any larger pass."""
-        known, line, found = self.times.get((PASS, rows), {}), self._line(), dict[int, float]()
+        known, found = self.times.get((PASS, rows), {}), dict[int, float]()
+        measured = {size: times.seconds for size, times in known.items() if size == 1 or len(times.times) > 1}
         alike = [self.times[PASS, r][1].seconds for r in self._near(PASS, rows) if 1 in self.times[PASS, r]]
+        line = (0.0, 0.0, 0.0) if alike and all(size == 1 or size in measured for size in sizes) else self._line()  # which takes time
         plain = alike[0] if alike else line[0] + line[1] * rows
         often = [(n, times.seconds) for n, times in known.items() if len(times.times) >= MIN_TIMES]
         for size in sizes:
-            measured = size in known and (size == 1 or len(known[size].times) > 1)
-            seconds = known[size].seconds if measured else plain if size == 1 else max(line[0] + line[1] * rows * size, line[2])
-            found[size] = min([max(seconds, plain), *(s for n, s in often if n >= size)])
+            estimate = plain if size == 1 else max(line[0] + line[1] * rows * size, line[2])
+            found[size] = min([max(measured.get(size, estimate), plain), *(s for n, s in often if n >= size)])
         return found
 
     def _line(self) -> tuple[float, float, float]:

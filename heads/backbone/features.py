@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -62,11 +63,13 @@ class Features:
 
     def padded(self, positions: int) -> Features:
         """Right-pad the rows to at least ``positions`` positions."""
-        (B, T), device = self.tokens_BT.shape, self.tokens_BT.device
-        if T >= positions:
+        missing = positions - self.tokens_BT.shape[1]
+        if missing <= 0:
             return self
-        place_BT = torch.arange(positions, device=device).expand(B, positions)
-        return self.gather(place_BT.clamp(max=T - 1), place_BT < self.lengths_B[:, None])
+        taps = None if self.taps is None else {number: F.pad(tap, (0, 0, 0, missing)) for number, tap in self.taps.items()}
+        document_BT = torch.zeros_like(self.tokens_BT) if self.document_BT is None else self.document_BT
+        tokens_BT, hidden_BTD = F.pad(self.tokens_BT, (0, missing)), F.pad(self.hidden_BTD, (0, 0, 0, missing))
+        return Features(tokens_BT, hidden_BTD, taps, document_BT=F.pad(document_BT, (0, missing), value=-1))
 
     def split(self, last: int) -> tuple[Features, Features]:
         """Each row's positions before its last ``last``, and the last ones, both right-padded; there are more than ``last`` positions."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -52,6 +53,10 @@ def shifted(prob: float, offset: float) -> float:
     return 1 / (1 + (1 / max(prob, 1e-9) - 1) * math.exp(-offset)) if offset else prob
 
 
+ESTIMATES = [shifted(0.5, LOW_ODDS + i * (HIGH_ODDS - LOW_ODDS) / (BINS - 1)) for i in range(BINS)]
+"""The probabilities that entries stand for."""
+
+
 class Table:
     """How often drafts were picked, by bins of the score's log-odds: the identity at first, interpolated, and slowly forgotten."""
 
@@ -63,8 +68,7 @@ class Table:
         return sum(weight * self._entry(i) for i, weight in _bins(score))
 
     def _entry(self, i: int) -> float:
-        estimate = shifted(0.5, LOW_ODDS + i * (HIGH_ODDS - LOW_ODDS) / (BINS - 1))
-        return (self.hits[i] + PRIOR * estimate) / (self.trials[i] + PRIOR)
+        return (self.hits[i] + PRIOR * ESTIMATES[i]) / (self.trials[i] + PRIOR)
 
     def learn(self, score: float, hit: bool) -> None:
         """Record that a node with this score was verified."""
@@ -83,6 +87,7 @@ class Table:
         return Table(hits, trials)
 
 
+@lru_cache(1 << 10)  # of a step's drafts, each is asked for several times
 def _bins(score: float) -> tuple[tuple[int, float], tuple[int, float]]:
     """The entries below and above a score, and their weights."""
     odds = score - math.log(-math.expm1(min(score, -1e-6))) if score > -30 else score

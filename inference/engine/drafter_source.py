@@ -237,8 +237,8 @@ class DrafterSource(DrafterRows):
 
     def roots(self, roots: list[int]) -> Level:
         """The roots as the level before depth 0."""
-        roots_B1 = torch.tensor(roots, device=self.device)[:, None]
-        zeros_B1 = torch.zeros(roots_B1.shape, dtype=torch.float32, device=self.device)
+        roots_B1 = torch.tensor([[root] for root in roots], device=self.device)
+        zeros_B1 = torch.zeros_like(roots_B1, dtype=torch.float32)
         return Level(roots_B1, torch.zeros_like(roots_B1), zeros_B1, zeros_B1)
 
     def step(self, depth: int, before: Level, width: int, scoring: DraftScoring) -> Level:

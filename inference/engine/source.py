@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from headstart.inference.capture.plugin import region
 from headstart.inference.engine.acceptance import Acceptance
 from headstart.inference.engine.processing import Filters, Processing
 from headstart.inference.engine.tree import Pool, TreeShape
+from headstart.support.pytree import map_tensors
 
 BATCH_POWER = 4
 """Exponent of the power mean that combines the remaining passes of a batch's rows; infinity would be the slowest row alone."""
@@ -106,6 +106,9 @@ class Accepted:
         if self._verified.tokens_BT.shape[1] == 1:  # an autoregressive step
             return self._verified
         counts, device = list(map(len, self._paths)), self._verified.tokens_BT.device
+        if len(counts) == 1:  # without padding, which is less to do
+            path_P = torch.tensor(self._paths[0], device=device)
+            return map_tensors(lambda value_1N: value_1N.index_select(1, path_P), self._verified)
         longest = max(counts)
         path_BP = torch.tensor([path + [0] * (longest - len(path)) for path in self._paths], device=device)
         return self._verified.gather(path_BP, torch.arange(longest, device=device) < torch.tensor(counts, device=device)[:, None])
@@ -276,12 +279,10 @@ def _packed(levels: Sequence[Level]) -> Tensor:
 
 def unpacked(packed_BX: Tensor, levels: Sequence[Level]) -> list[Nodes]:
     """Read the nodes of the levels, in one transfer."""
-    numbers_BX, found, at = packed_BX.numpy(force=True), [], 0
-    whole_BX, scores_BX = np.split(numbers_BX, [numbers_BX.shape[1] // 3 * 2], 1)
-    whole_BX = whole_BX.astype(int)
+    rows, scores, at, found = packed_BX.tolist(), packed_BX.shape[1] // 3 * 2, 0, []
     for level in levels:
         W = level.tokens_BW.shape[1]
-        tokens, parents = whole_BX[:, 2 * at : 2 * at + W], whole_BX[:, 2 * at + W : 2 * (at + W)]
-        found.append(Nodes(tokens.tolist(), parents.tolist(), scores_BX[:, at : at + W].tolist()))
+        tokens, parents = ([[*map(int, row[start : start + W])] for row in rows] for start in (2 * at, 2 * at + W))
+        found.append(Nodes(tokens, parents, [row[scores + at : scores + at + W] for row in rows]))
         at += W
     return found

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,17 +181,17 @@ class CandidateTree:
     def tensors(self, device: torch.device, nodes: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens ``[B, N]``, levels ``[B, N]`` and ancestors ``[B, N, N]`` (True where the second node is an ancestor of the first, or the
         first itself). A row with fewer nodes than the largest, or than ``nodes``, is padded with its root."""
-        B, N = len(self.tokens), max(self.size, nodes)
-        if N == 1:
-            roots_B1 = torch.tensor(self.tokens, device=device)
-            return roots_B1, torch.zeros_like(roots_B1), torch.ones(B, 1, 1, dtype=torch.bool, device=device)
+        N = max(self.size, nodes)
         tokens = [row + row[:1] * (N - len(row)) for row in self.tokens]
-        levels = [row + [0] * (N - len(row)) for row in self.levels]
-        return (
-            torch.tensor(tokens, device=device),
-            torch.tensor(levels, device=device),
-            torch.from_numpy(ancestors_from_parents([row + [0] * (N - len(row)) for row in self.parents])).to(device),
-        )
+        levels, ancestors = _arranged(tuple((*row, *[0] * (N - len(row))) for row in self.parents))
+        return torch.tensor(tokens, device=device), torch.from_numpy(levels).to(device), torch.from_numpy(ancestors).to(device)
+
+
+@lru_cache(1 << 12)
+def _arranged(parents: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Levels ``[B, N]`` and ancestors ``[B, N, N]`` of nodes with these parents: few arrangements occur."""
+    ancestors = ancestors_from_parents(parents)
+    return ancestors.sum(-1, dtype=np.int64) - 1, ancestors
 
 
 def chain(tokens: list[int]) -> CandidateTree:

@@ -60,7 +60,7 @@ class CompiledPass:
     reason: str | None = None
     """Why it is not compiled, and will not be."""
     _variants: dict[Hashable, _Variant] = field(default_factory=dict)
-    _by_shapes: dict[Hashable, _Variant | None] = field(default_factory=dict)
+    _by_shapes: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def active(self) -> bool:
@@ -87,8 +87,8 @@ class CompiledPass:
     def _variant(self, call: Call) -> _Variant | None:
         """The program for calls like this one; None: they are not compiled."""
         exact = (call.structure, call.shapes)
-        if exact in self._by_shapes:
-            return self._by_shapes[exact]
+        if (known := self._by_shapes.get(exact, ...)) is not ...:  # hashed once, since that takes time
+            return known
         if len(self._by_shapes) >= MOST_SHAPES:
             self._by_shapes = {}
         shapes, variant = self.shapes(call), None
@@ -123,7 +123,8 @@ class _Variant:
         """True once something was done about code that lacked."""
         self._builders: dict[Hashable, Callable[[Iterator[Tensor]], Any]] = {}
         """What makes the function's result of its tensors, by what was compared with the function: which sizes are 1."""
-        self._fits: dict[tuple[torch.Size, ...], bool] = {}
+        self._known: dict[tuple[torch.Size, ...], Any] = {}
+        """The same by exact sizes; None: the program is not right for them."""
 
     def used(self, call: Call) -> bool:
         """True if the program is used in this process: decided at its first call, unless it is to be compiled now."""
@@ -167,16 +168,21 @@ class _Variant:
         assert self.loaded is not None
         held = call.held_leaves
         leaves = [*call.leaves[:held], *(leaf.contiguous() for leaf in call.leaves[held:])]
-        fits = self._fits.get(call.shapes)
-        if fits is None:
-            fits = self._fits[call.shapes] = self.loaded.program.fits(leaves)
-        if not fits or not all(leaf.is_contiguous() for leaf in leaves[:held]):
+        if (build := self._known.get(call.shapes, ...)) is ...:
+            build = self._known[call.shapes] = self._builder(call, leaves)
+        if build is None or not all(leaf.is_contiguous() for leaf in leaves[:held]):
+            return None
+        return (build(iter(self.loaded(leaves))),)
+
+    def _builder(self, call: Call, leaves: list[Tensor]) -> Callable[[Iterator[Tensor]], Any] | None:
+        """What makes the function's result of the program's tensors; None if the program is not right for these sizes."""
+        assert self.loaded is not None
+        if not self.loaded.program.fits(leaves):
             return None
         ones = sizes_of_one(call.shapes)
-        build = self._builders.get(ones)
-        if build is None:
-            build = self._builders[ones] = self._compared(call, leaves)
-        return (build(iter(self.loaded(leaves))),)
+        if ones not in self._builders:
+            self._builders[ones] = self._compared(call, leaves)
+        return self._builders[ones]
 
     def _compared(self, call: Call, leaves: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
         """Compare the program with the function; returns what makes the function's result of its tensors."""
