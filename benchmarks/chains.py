@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, P
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.chain_cache import as_steps, mixers_of
+from headstart.inference.engine.proposer import made
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers import made
 
 SILENT = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 SMALL = 0.05

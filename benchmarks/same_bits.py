@@ -23,11 +23,11 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone, load_toke
 from headstart.inference.bench.judging import LogitsComparison, continued
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture.capture import BackendName
+from headstart.inference.engine.recycling import RecyclingProposer
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
-from headstart.inference.proposers.recycling import RecyclingProposer
-from headstart.inference.proposers.suffix import SuffixProposer
 
 HEADS, N_GRAMS = "heads", "n-grams"
 

@@ -35,11 +35,11 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.inference.capture.plugin import Backend
 from headstart.inference.early_exit import EarlyExit
+from headstart.inference.engine.history import HistoryProposer
+from headstart.inference.engine.recycling import RecyclingProposer
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers.history import HistoryProposer
-from headstart.inference.proposers.recycling import RecyclingProposer
-from headstart.inference.proposers.suffix import SuffixProposer
 
 EVERY = 10
 """Calls between two counts."""

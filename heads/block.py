@@ -27,7 +27,7 @@ from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers import block_parts as parts
 from headstart.heads.layers.block_attention import lay_out, seen_elements
 from headstart.heads.layers.cached_layers import CachedLayer
-from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, rotary_at
+from headstart.heads.layers.decoder_layer import Norm, Rotary, rotary_at
 from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.rows import RowState, drafted
 from headstart.heads.layers.start_values import LayerShape, engine_fields, llama_like, probe, start_fusion, start_normed, tap_sizes
@@ -112,7 +112,7 @@ class Block(Drafter):
         self.hidden_norm, self.norm = Norm(D, eps=eps), Norm(D, eps=eps)
         if config.convolution and D % parts.GROUP:
             raise UserError(f"drafter.convolution=true is of widths that {parts.GROUP} divides; the backbone's is {D}: set it to false")
-        layers = [(parts.ConvolvedLayer if config.convolution else NormedLayer)(self.layer_config) for _ in range(config.layers)]
+        layers = [(parts.ConvolvedLayer if config.convolution else parts.BlockLayer)(self.layer_config) for _ in range(config.layers)]
         self.layers: Any = nn.ModuleList(layers)
         self.rotary = Rotary(self.layer_config)
         self.cached = [CachedLayer(layer, self.rotary, config.sliding_window) for layer in layers]

@@ -22,7 +22,7 @@ from headstart.heads.backbone.model_config import end_tokens, read_sizes
 from headstart.heads.base import Drafter
 from headstart.heads.card import FORMAT, METADATA, Card
 from headstart.heads.methods import built_in, construct_drafter, require_weights
-from headstart.support.errors import UserError, notice
+from headstart.support.errors import UserError, cause, notice
 from headstart.support.files import atomic, file_hash, flush, settle
 from headstart.support.hub import find_folder, inside, resolve_heads
 from headstart.support.json_text import fault, read_json
@@ -152,7 +152,7 @@ def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbo
         drafter.load_tensors(load_file(file))
         drafter.load_files(folder)
     except (SafetensorError, RuntimeError) as error:
-        raise UserError(f"{file} does not hold the tensors of {card['kind']}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"{file} does not hold the tensors of {card['kind']}: {cause(error)}") from None
     require_weights(drafter, str(file))
     return drafter
 

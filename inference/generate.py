@@ -6,7 +6,6 @@ model.generate(**inputs, custom_generate=heads.generate, do_sample=True, tempera
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -32,7 +31,7 @@ from headstart.inference.engine.acceptance import Acceptance
 from headstart.inference.engine.inputs import entry, handed_streamer, read_images
 from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.noise import row_seeds
-from headstart.inference.engine.proposer import ForcedProposer, Proposer, ProposerSource
+from headstart.inference.engine.proposer import ForcedProposer, Proposer, ProposerSource, made
 from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_sides, unknown_token
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.runtime import Engine, turn
@@ -42,8 +41,6 @@ from headstart.support.errors import UserError, waiting
 
 if TYPE_CHECKING:
     from headstart.inference.beam.beam import BeamDecoder
-
-logger = logging.getLogger(__name__)
 
 
 class SpeculativeModel:
@@ -247,14 +244,10 @@ def load(
     """
     with plain_arithmetic(), waiting(f"loading heads {path}" if path else "preparing the model"):
         on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
-        beside: list[Proposer | Drafter] = []
-        if proposers:
-            from headstart.inference.proposers import made  # here, as what follows, since few calls need it
-
-            beside += made(proposers)
+        beside: list[Proposer | Drafter] = made(proposers)
         drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
         if draft_model is not None:
-            from headstart.heads.draft_model import DraftModel, load_draft_model
+            from headstart.heads.draft_model import DraftModel, load_draft_model  # here, as early exit, since few calls need it
         if isinstance(draft_model, str):
             beside.append(load_draft_model(draft_model, on, tokenizer=tokenizer))
         elif draft_model is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 from headstart.support.hub import find_folder
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def new_adapter(
     try:
         return Adapter(_added(peft, model, config))
     except ValueError as error:
-        raise UserError(f"no adapter fits {type(model).__name__}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"no adapter fits {type(model).__name__}: {cause(error)}") from None
 
 
 def load_adapter(model: PreTrainedModel, path: str | Path, weights: bool = True) -> Adapter:
@@ -199,9 +199,8 @@ def load_adapter(model: PreTrainedModel, path: str | Path, weights: bool = True)
             remove(wrapped)
         if isinstance(error, UserError) or not isinstance(error, (ValueError, TypeError, KeyError, RuntimeError, SafetensorError)):
             raise
-        cause = " ".join(str(error).split())[:200]
         name = type(model).__name__
-        raise UserError(f"the adapter in {folder} does not fit {name} ({cause}); load the backbone it was trained on") from None
+        raise UserError(f"the adapter in {folder} does not fit {name} ({cause(error, 200)}); load the backbone it was trained on") from None
 
 
 def _added(peft: Any, model: PreTrainedModel, config: PeftConfig) -> PeftModel:

@@ -18,7 +18,7 @@ from headstart.heads.backbone.adapter import BASE_LAYER, plain_weight
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.backbone.recurrent import KIND
-from headstart.support.errors import UserError, naming
+from headstart.support.errors import UserError, cause, naming
 
 Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
 """The tokenizers of the backbone and of the draft model."""
@@ -54,7 +54,7 @@ def config_from(stated: Mapping[str, Any]) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(**stated)
     except FAULTS as error:
-        raise UserError(f"drafter.architecture is no configuration of transformers, with its model_type: {_cause(error)}") from None
+        raise UserError(f"drafter.architecture is no configuration of transformers, with its model_type: {cause(error, 200)}") from None
 
 
 def stated_config(config: PretrainedConfig) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def allocate(config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.tie_weights()
     except FAULTS as error:
-        raise UserError(f"a draft model of type {config.model_type!r} cannot be built: {_cause(error)}") from None
+        raise UserError(f"a draft model of type {config.model_type!r} cannot be built: {cause(error, 200)}") from None
     return model
 
 
@@ -160,7 +160,3 @@ def require_fitting(backbone: Backbone, small: Backbone, tokenizers: Tokenizers 
             f"token {place} is {other[place]!r} to draft model {theirs} and {mine[place]!r} to backbone {ours} "
             f"({len(apart)} tokens differ); draft with a model of the same vocabulary"
         )
-
-
-def _cause(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

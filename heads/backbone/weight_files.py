@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 from headstart.support.hub import find_folder, inside, resolve
 from headstart.support.json_text import read_json
 
@@ -124,7 +124,7 @@ class WeightFiles:
                 tensor: Tensor = opened.get_tensor(key)
                 return tensor
         except (SafetensorError, OSError) as error:
-            raise UserError(f"cannot read {key} in {file}: {' '.join(str(error).split())[:200]}; fetch the backbone again") from None
+            raise UserError(f"cannot read {key} in {file}: {cause(error, 200)}; fetch the backbone again") from None
 
 
 def _from_nvfp4(packed: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
@@ -143,7 +143,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
             with safe_open(path, framework="pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"cannot read {path}: {' '.join(str(error).split())[:200]}; fetch the backbone again") from None
+            raise UserError(f"cannot read {path}: {cause(error, 200)}; fetch the backbone again") from None
     return files
 
 

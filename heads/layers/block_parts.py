@@ -1,4 +1,4 @@
-"""Parts of block heads beside plain decoder layers: corrections of the logits by the parent token, and convolutions within a block.
+"""Parts of block heads: their layers, corrections of the logits by the parent token, and convolutions within a block.
 
 DSpark (2607.05147) adds a table of low rank. DFlash2 scores the likeliest tokens of each depth by the parent and the hidden state, and
 mixes each element with the one before it, around attention and the feed-forward part. Names and sizes are those of the published files.
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.layers.decoder_layer import NormedLayer
+from headstart.heads.layers.block_attention import BlockLayout, attend_blocks
+from headstart.heads.layers.decoder_layer import NormedLayer, Rotation
 from headstart.support.errors import UserError
 
 TAPS, GROUP = 2, 16
@@ -108,7 +109,19 @@ class BlockConvolution(nn.Module):
         return torch.stack(parts).sum(0)
 
 
-class ConvolvedLayer(NormedLayer):
+class BlockLayer(NormedLayer):
+    """A layer over the elements of blocks."""
+
+    def forward_blocks(self, block_MND: Tensor, context_BTD: Tensor, rotations: tuple[Rotation, Rotation], layout: BlockLayout) -> Tensor:
+        """Return the output at the elements of blocks, for training. They attend to keys and values of ``context_BTD``, which are projected
+        from it as from the blocks, and to their block; ``rotations``: at the context's positions and at the elements'.
+        """
+        x_MND, (of_context, of_blocks) = self.inputs(block_MND), rotations
+        query, own = self.self_attn.queries(x_MND, of_blocks), self.keys_values(x_MND, of_blocks)
+        return self.finish(block_MND, attend_blocks(query, own, self.keys_values(context_BTD, of_context), layout), x_MND)
+
+
+class ConvolvedLayer(BlockLayer):
     """A layer whose attention and feed-forward part are each between two convolutions; the context's keys and values are not mixed."""
 
     def __init__(self, config: LlamaConfig) -> None:

@@ -14,7 +14,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from headstart.heads.backbone.tree_attention import attend
-from headstart.heads.layers.block_attention import BlockLayout, attend_blocks
 from headstart.heads.layers.causal_attention import Blocks, attend_past, join
 
 OTHER_STREAM_SCALE = 0.1
@@ -238,14 +237,6 @@ class NormedLayer(DecoderLayer):
     """A layer with normed queries and keys, as in Qwen3."""
 
     attention = NormedAttention
-
-    def forward_blocks(self, block_MND: Tensor, context_BTD: Tensor, rotations: tuple[Rotation, Rotation], layout: BlockLayout) -> Tensor:
-        """Return the output at the elements of blocks, for training. They attend to keys and values of ``context_BTD``, which are projected
-        from it as from the blocks, and to their block; ``rotations``: at the context's positions and at the elements'.
-        """
-        x_MND, (of_context, of_blocks) = self.inputs(block_MND), rotations
-        query, own = self.self_attn.queries(x_MND, of_blocks), self.keys_values(x_MND, of_blocks)
-        return self.finish(block_MND, attend_blocks(query, own, self.keys_values(context_BTD, of_context), layout), x_MND)
 
 
 class NoInputNormLayer(DecoderLayer):

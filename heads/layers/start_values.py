@@ -24,7 +24,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.layers.decoder_layer import NormedAttention, NormedLayer
 from headstart.support.config import Size, StrictModel
 from headstart.support.devices import spread
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 
 
 class LayerShape(StrictModel):
@@ -81,7 +81,7 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
             **own | given,
         )
     except StrictDataclassError as error:
-        raise UserError(f"drafter.layer={given} is no shape of a decoder layer of width {backbone.dim}: {_cause(error)}") from None
+        raise UserError(f"drafter.layer={given} is no shape of a decoder layer of width {backbone.dim}: {cause(error, 200)}") from None
 
 
 def _steady(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,10 +94,6 @@ def _steady(rope: Mapping[str, Any]) -> dict[str, Any]:
     if kind in ("longrope", "proportional") or "dynamic" in kind:
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return {key: value for key, value in rope.items() if key != "llama_4_scaling_beta"}
-
-
-def _cause(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def engine_fields(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:

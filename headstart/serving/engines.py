@@ -242,8 +242,4 @@ LINES = {
     "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "tgi": _tgi, "transformers": _transformers, "llama.cpp": _llamacpp,
     "openvino": _openvino,
 }  # fmt: skip
-
-
-def launch_line(engine: str, served: Served) -> str:
-    """Return the command that starts an engine with these heads; for transformers the lines of Python."""
-    return LINES[engine](served)
+"""The command that starts each engine with heads; for transformers the lines of Python."""

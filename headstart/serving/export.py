@@ -25,7 +25,7 @@ from headstart.heads.backbone.model_config import load_config
 from headstart.heads.base import Drafter
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import recipe_section
-from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, nearest, readers, require_engine
+from headstart.serving.engines import ENGINES, LINES, METHODS, Served, nearest, readers, require_engine
 from headstart.serving.layouts.files import PROVENANCE, Files, new_folder, read_files, require_new
 from headstart.serving.layouts.layout import Checkpoint, Dtype, Layout, read_checkpoint
 from headstart.serving.reading import build, layouts_of, original_of, read_exported, round_as_stored
@@ -187,7 +187,7 @@ def _report(heads: Checkpoint, layout: Layout, served: Served, engine: str | Non
         "depth": heads.depth,
         "adapter": None if heads.adapter is None else "keep" if served.rank else "merge",
         "notes": notes,
-        "launch": {name: {"line": launch_line(name, served), "support": f"{ENGINES[name]}, {entry}"} for name, entry in reading.items()},
+        "launch": {name: {"line": LINES[name](served), "support": f"{ENGINES[name]}, {entry}"} for name, entry in reading.items()},
     }
 
 

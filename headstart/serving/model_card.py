@@ -19,7 +19,7 @@ from headstart.heads.backbone.adapter import ADAPTER
 from headstart.heads.backbone.gguf_file import SUFFIX, find_gguf
 from headstart.heads.checkpoint import recipe_section
 from headstart.inference.bench.systems import ALONE, FIXED
-from headstart.serving.engines import ENGINES, METHODS, Served, launch_line, readers
+from headstart.serving.engines import ENGINES, LINES, METHODS, Served, readers
 from headstart.serving.export import BACKBONE, adapter_rank
 from headstart.serving.layouts.layout import Checkpoint
 from headstart.serving.reading import layouts_of
@@ -118,7 +118,7 @@ def _serving(heads: Heads, repo: str) -> list[tuple[str, list[str]]]:
         if engine in heads.engines:  # of one whose newest version no longer reads a layout, the layout is asked for by name
             to = engine if entry.until is None else next(layout.name for layout in layouts_of(heads.method) if engine in layout.engines)
             first, served = _served(heads, repo, to)
-            found.append((f"{ENGINES[engine]}, {entry}", [*first, launch_line(engine, served)]))
+            found.append((f"{ENGINES[engine]}, {entry}", [*first, LINES[engine](served)]))
     return found
 
 

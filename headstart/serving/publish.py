@@ -23,7 +23,7 @@ from headstart.serving.layouts.files import new_folder, write_folder
 from headstart.serving.layouts.layout import Dtype, read_checkpoint
 from headstart.serving.model_card import Heads, bench_figures, model_card, scrubbed, training_figures
 from headstart.serving.reading import layouts_of
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 from headstart.support.files import file_hash, settle, write_json
 from headstart.support.hub import inside, is_hub_id, resolve, upload
 from headstart.support.json_text import read_json
@@ -63,7 +63,7 @@ def publish(request: Request) -> str:
         try:
             validate_repo_id(repo)
         except ValueError as error:
-            raise UserError(f"{what} {repo!r} is not a repository's name ({' '.join(str(error).split())}); give USER/NAME") from None
+            raise UserError(f"{what} {repo!r} is not a repository's name ({cause(error)}); give USER/NAME") from None
     heads = read_heads(request)
     measured = [bench_figures(file, (heads.folder.resolve().name, heads.run.name)) for file in request.bench]
     card = model_card(heads, request.repo, measured + training_figures(heads.run, heads.card["provenance"]))

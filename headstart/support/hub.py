@@ -112,12 +112,12 @@ def upload(folder: Path, repo: str, private: bool) -> str:
     except LocalTokenNotFoundError:
         raise UserError("not logged in to the hub; run `hf auth login`, or set HF_TOKEN to a token that may write") from None
     except HfHubHTTPError as error:
-        status, cause = error.response.status_code, " ".join(str(error).split())[:200]
+        status = error.response.status_code
         advice = "log in with a token that may write there (hf auth login)" if status in (401, 403) else "try again"
-        raise UserError(f"the hub refused {repo} (status {status}: {cause}); {advice}") from None
+        raise UserError(f"the hub refused {repo} (status {status}: {cause(error, 200)}); {advice}") from None
     except (OSError, ConnectionFault) as error:  # OfflineModeIsEnabled is an OSError
-        cause = " ".join(str(error).split())[:150]
-        raise UserError(f"{repo} could not be uploaded: no connection to the hub ({cause}); go online, or use --dry-run OUT") from None
+        fault = f"{repo} could not be uploaded: no connection to the hub ({cause(error, 150)})"
+        raise UserError(f"{fault}; go online, or use --dry-run OUT") from None
     return str(address)
 
 

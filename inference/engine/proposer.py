@@ -10,16 +10,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from importlib import import_module
 from typing import TypeVar
 
 from headstart.heads.backbone.features import Features
 from headstart.inference.engine.source import Accepted, Rows, Source
 from headstart.inference.engine.texts import Texts
 from headstart.inference.engine.tree import Pool
+from headstart.support.errors import UserError
+
+NAMES = ("suffix", "recycling", "history")
+"""Drafts that need no training, a file of this folder each, which is its name for commands and for `headstart.load`."""
 
 MIN_PATH_PROB = 0.005
 """Minimum path probability of a node: no tree would include less likely ones."""
 
+Other = TypeVar("Other")
 State = TypeVar("State")
 """A proposer's state after a token, such as the state of an automaton."""
 Expand = Callable[[State, float], Iterable[tuple[int, float, State]]]
@@ -89,6 +95,20 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
         """Draft at most ``nodes`` nodes that may follow the sequence, at depths 0 to ``depths - 1``."""
+
+
+def made(proposers: str | Sequence[str | Proposer | Other]) -> list[Proposer | Other]:
+    """Make new proposers of the names among these, and keep the others; each name once. Raises UserError for a name that there is not."""
+    listed = [proposers] if isinstance(proposers, str) else list(dict.fromkeys(proposers))
+    unknown = [proposer for proposer in listed if isinstance(proposer, str) and proposer not in NAMES]
+    if unknown:
+        raise UserError(f"no proposer {unknown[0]!r}; choose any of {', '.join(NAMES)}, or give draft_model or early_exit")
+    return [_named(proposer) if isinstance(proposer, str) else proposer for proposer in listed]
+
+
+def _named(name: str) -> Proposer:
+    proposer: Proposer = getattr(import_module(f"{__package__}.{name}"), f"{name.title()}Proposer")()
+    return proposer
 
 
 MAX_PROPOSER_DEPTH = 12

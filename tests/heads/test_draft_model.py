@@ -21,9 +21,9 @@ from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
 from headstart.heads.draft_model import DraftModel, load_draft_model
 from headstart.inference.early_exit import EarlyExit
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}

@@ -19,9 +19,9 @@ from headstart.heads.mtp import partial_rotary
 from headstart.inference.engine.judge import Judge, Text
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.processing import Processing
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 TURN = 32

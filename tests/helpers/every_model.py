@@ -31,9 +31,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.engine.proposer import made
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers import made
 from headstart.support.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -25,9 +25,9 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.contract import chain, part
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.serving.export import Request, export
 from headstart.serving.verify.verify import Check, verify
 

@@ -26,9 +26,9 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.engine.noise import gumbel
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.training.recipe.yaml_text import dump_yaml
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -20,10 +20,10 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.draft_model import DraftModel
 from headstart.inference.early_exit import EarlyExit
+from headstart.inference.engine.recycling import RecyclingProposer
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers.recycling import RecyclingProposer
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 WIDE = TreeShape(32, 5)

@@ -17,10 +17,10 @@ from headstart.cli.conversation import Chat, Painter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import CACHE, end_tokens
 from headstart.inference.early_exit import EarlyExit
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Ended, Progress, Prompt, Queue, Settings, continue_text, stream
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.steps import Tally
 from headstart.support.errors import UserError
 

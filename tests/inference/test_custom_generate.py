@@ -22,10 +22,10 @@ from headstart.cli.arguments import PROPOSERS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.card import METADATA
 from headstart.inference.custom_generate import kept
+from headstart.inference.engine.proposer import NAMES
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import GenerateOutput
-from headstart.inference.proposers import NAMES
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 LENGTH = 12

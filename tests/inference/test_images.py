@@ -24,11 +24,11 @@ from headstart.heads.backbone.features import image_reader, load_processor
 from headstart.inference.capture.capture import warn_once
 from headstart.inference.engine.inputs import read_images
 from headstart.inference.engine.judge import Rounding
+from headstart.inference.engine.proposer import made
 from headstart.inference.engine.request import Request
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers import made
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 TREE = TreeShape(8, 3)

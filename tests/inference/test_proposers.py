@@ -5,10 +5,10 @@ import random
 
 import pytest
 
+from headstart.inference.engine.history import HistoryProposer
 from headstart.inference.engine.proposer import MIN_PATH_PROB, Candidates, Proposer, grow
-from headstart.inference.proposers.history import HistoryProposer
-from headstart.inference.proposers.recycling import NEWEST_WEIGHT, RecyclingProposer
-from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.inference.engine.recycling import NEWEST_WEIGHT, RecyclingProposer
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 KINDS = [SuffixProposer, RecyclingProposer, HistoryProposer]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from headstart.inference.proposers.suffix import Automaton, following
-from headstart.inference.proposers.suffix import SuffixProposer as Suffix
+from headstart.inference.engine.suffix import Automaton, following
+from headstart.inference.engine.suffix import SuffixProposer as Suffix
 
 Text = list[int]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 LENGTH, THREADS = 24, 4

@@ -17,9 +17,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.engine.proposer import made
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.proposers import made
 from headstart.support.errors import UserError
 
 ENDS: dict[str, Any] = {"eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60}

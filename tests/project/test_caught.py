@@ -85,7 +85,7 @@ FAULTS = (
           "row[min(nodes, len(row)) - 1]", "row[max(min(nodes, len(row)) - 2, 0)]", "inference/test_speculation.py"),
     Fault("the last time, not a low one", "inference/latency.py",
           "sorted(self.times)[len(self.times) // LOW]", "self.times[-1]", "inference/test_speculation.py"),
-    Fault("a suffix is not split", "inference/proposers/suffix.py",
+    Fault("a suffix is not split", "inference/engine/suffix.py",
           "known = self._clone(state, token, known)", "pass", "inference/test_suffix.py"),
     Fault("captures are not compared", "inference/capture/cuda_graph.py",
           "if not all_nearly_equal(self.results, expected):", "if not expected:", "inference/test_cuda_graph.py"),

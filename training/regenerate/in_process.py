@@ -23,11 +23,11 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.checkpoint import require_sizes
 from headstart.inference.capture.plugin import compile_lacking
+from headstart.inference.engine.recycling import RecyclingProposer
 from headstart.inference.engine.request import context_of, unknown_token
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Prompt, Queue, Settings, stream
-from headstart.inference.proposers.recycling import RecyclingProposer
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.steps import Tally
 from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.adapter import ADAPTER_CONFIG
 from headstart.heads.backbone.gguf_file import find_gguf
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 from headstart.support.files import atomic
 from headstart.support.hub import find_folder, inside
 from headstart.support.json_text import read_json
@@ -163,8 +163,8 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     except (RuntimeError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise _cut_short(file, error) from None
     except (pickle.UnpicklingError, ValueError) as error:
-        cause = " ".join(str(error).split())[:120]
-        raise UserError(f"{file} is no file of tensors alone, or damaged ({cause}); nothing else is unpickled: fetch it again") from None
+        fault = f"{file} is no file of tensors alone, or damaged ({cause(error, 120)})"
+        raise UserError(f"{fault}; nothing else is unpickled: fetch it again") from None
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]
     odd = [name for name, tensor in found.items() if not isinstance(tensor, Tensor)] if isinstance(found, dict) else [""]
@@ -174,8 +174,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _cut_short(file: Path, error: Exception) -> DamagedError:
-    cause = " ".join(str(error).split())[:200]
-    return DamagedError(f"{file} is cut short: it is truncated or damaged ({cause}), {AGAIN}")
+    return DamagedError(f"{file} is cut short: it is truncated or damaged ({cause(error, 200)}), {AGAIN}")
 
 
 def write_folder(
@@ -205,8 +204,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         with atomic(folder, folder=True) as temporary:
             yield temporary
     except (OSError, SafetensorError) as error:  # such as a full disk
-        cause = " ".join(str(error).split())[:200]
-        raise UserError(f"cannot write {folder} ({cause}); nothing is written: make room or choose another folder") from None
+        raise UserError(f"cannot write {folder} ({cause(error, 200)}); nothing is written: make room or choose another folder") from None
 
 
 def require_new(folder: Path) -> None:

@@ -19,7 +19,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.smaller import FAULTS
 from headstart.heads.layers.start_values import LayerShape, llama_like
 from headstart.serving.layouts.layout import Checkpoint, Heads
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 DECODERS = ("llama", "qwen2", "qwen3", "mistral")
@@ -50,7 +50,7 @@ def _full_config(stated: Mapping[str, Any], path: str) -> dict[str, Any]:
     try:
         config: dict[str, Any] = AutoConfig.for_model(kind, **known).to_dict()
     except FAULTS as error:
-        raise UserError(f"{path}: config.json is no configuration of a decoder layer: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{path}: config.json is no configuration of a decoder layer: {cause(error, 200)}") from None
     config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return config
 

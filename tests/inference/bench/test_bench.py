@@ -23,10 +23,10 @@ from headstart.inference.bench.results import busy, memory_bandwidth, repeated_n
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, OtherPrograms, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, conclusions, print_report, report_page, rows_at
 from headstart.inference.capture.capture import CaptureReport
+from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
-from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.steps import Tally
 from headstart.support.errors import UserError
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from headstart.heads.base import require_count
 from headstart.inference.engine.proposer import Candidates, Proposer, grow
-from headstart.inference.proposers.suffix import Automaton, Match, following
+from headstart.inference.engine.suffix import Automaton, Match, following
 
 MAX_MATCH = 16
 """The number of a sequence's last tokens that are looked up in earlier sequences."""
