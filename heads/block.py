@@ -28,7 +28,7 @@ from headstart.heads.layers import block_parts as parts
 from headstart.heads.layers.block_attention import lay_out, seen_elements
 from headstart.heads.layers.cached_layers import CachedLayer
 from headstart.heads.layers.decoder_layer import Norm, Rotary, rotary_at
-from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.draft_cache import DraftCache, NodeSlots
 from headstart.heads.layers.rows import RowState, drafted
 from headstart.heads.layers.start_values import LayerShape, engine_fields, llama_like, probe, start_fusion, start_normed, tap_sizes
 from headstart.support.config import Depth, Layers, Size
@@ -234,7 +234,8 @@ class Block(Drafter):
         N, device = self.elements, roots_B.device
         offsets_N, seen_BNN = torch.arange(N, device=device), seen_elements(N, self.config.causal, device).expand(roots_B.shape[0], -1, -1)
         for cached, cache in zip(self.cached, state.caches, strict=True):
-            block_BND, cache = cached.attend_block(cache, cached.layer.inputs(block_BND), block_BND, seen_BNN, offsets_N)
+            nodes = NodeSlots.block(cache, seen_BNN, offsets_N, cached.window)
+            block_BND, cache = cached.attend_nodes(cache, cached.layer.inputs(block_BND), block_BND, nodes, offsets_N)
             caches.append(cache)
         return State(tuple(caches), self.norm(block_BND)[:, self.skipped :])
 

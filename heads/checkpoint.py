@@ -159,15 +159,17 @@ def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbo
 
 def checked_weights(path: str, folder: Path, card: dict[str, Any]) -> Path:
     """Return the file of a checkpoint's weights. Raises UserError if it is missing or changed."""
-    file = _present(path, folder / card["weights"]["file"])
+    file = weights_file(path, folder, card)
     if file_hash(file) != card["weights"]["sha256"]:
-        raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
+        raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); {AGAIN}")
     return file
 
 
-def _present(path: str, file: Path) -> Path:
+def weights_file(path: str, folder: Path, card: dict[str, Any]) -> Path:
+    """Return the file of a checkpoint's weights. Raises UserError if it is missing."""
+    file: Path = folder / card["weights"]["file"]
     if not file.is_file():
-        raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
+        raise UserError(f"{path} lacks its weights {file.name}; {AGAIN}")
     return file
 
 
@@ -184,7 +186,7 @@ def require_sizes(path: str, backbone: str, *, trust_remote_code: bool = False, 
     """
     folder, card = read_metadata(path)
     if whole:
-        _present(path, folder / card["weights"]["file"])
+        weights_file(path, folder, card)
     _require_alike(path, card, read_sizes(backbone, trust_remote_code=trust_remote_code), backbone)
 
 

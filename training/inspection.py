@@ -28,7 +28,7 @@ from headstart.chat.template import template_hash
 from headstart.heads.backbone.head_only import final_norm
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.heads.card import METADATA
-from headstart.heads.checkpoint import read_metadata
+from headstart.heads.checkpoint import read_metadata, weights_file
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash, settle
 from headstart.support.hub import local_or_shipped
@@ -206,9 +206,7 @@ PROVENANCE = ("steps", "tokens", "tau", "command", "commit", "versions", "chat_t
 def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]:
     """Return the report on a folder or hub id, and the output to print. Raises UserError for missing or damaged heads."""
     folder, metadata = read_metadata(path)
-    file = folder / metadata["weights"]["file"]
-    if not file.is_file():
-        raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
+    file = weights_file(path, folder, metadata)
     matches = file_hash(file) == metadata["weights"]["sha256"]
     tensors = _tensors(file)
     steps = [path.name.removeprefix("step-") for path in (folder / "state").glob("step-*")]

@@ -289,9 +289,12 @@ def load_backbone(
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a backbone's tokenizer. Raises UserError if there is none."""
     with model_config.loading("tokenizer", path), waiting(f"loading the tokenizer of {path}"):
-        if (gguf := find_gguf(path)) is None:
-            return model_config.with_words(AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code), path)
-        from headstart.heads.backbone.gguf_header import gguf_tokenizer  # here, since few backbones are such files
+        if (gguf := find_gguf(path)) is not None:
+            from headstart.heads.backbone.gguf_header import gguf_tokenizer  # here, since few backbones are such files
 
-        with quick_reader():
-            return gguf_tokenizer(gguf.path, gguf.architecture) or AutoTokenizer.from_pretrained(**gguf.arguments)
+            with quick_reader():
+                return gguf_tokenizer(gguf.path, gguf.architecture) or AutoTokenizer.from_pretrained(**gguf.arguments)
+        tokenizer = AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of no files for some models
+        raise UserError(f"no tokenizer in {path!r}: {model_config.NO_TOKENIZER}")
+    return tokenizer

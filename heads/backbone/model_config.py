@@ -193,13 +193,6 @@ def require_whole(path: str, report: Mapping[str, Any]) -> None:
         raise UserError(f"{name} of backbone {path!r} is {shapes}; take the config.json that belongs to the weights")
 
 
-def with_words(tokenizer: transformers.PreTrainedTokenizerBase, path: str) -> transformers.PreTrainedTokenizerBase:
-    """Return the tokenizer. Raises UserError for what transformers makes of no files for some models: special tokens alone."""
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(f"no tokenizer in {path!r}: {NO_TOKENIZER}")
-    return tokenizer
-
-
 INTEGERS = ("int8", "int4")
 """Weight dtypes of the linear layers; the embedding and output layer stay unquantized, so that the same heads fit."""
 

@@ -110,13 +110,6 @@ class CachedLayer:
             put(store, entries, nodes.slots_BN)
         return self.layer.attend(query, state_BND, x_BNX, cache.past, nodes.mask_BNS), cache
 
-    def attend_block(
-        self, cache: DraftCache, x_BNX: Tensor, state_BND: Tensor, seen_BNN: Tensor, offsets_N: Tensor
-    ) -> tuple[Tensor, DraftCache]:
-        """As `attend_nodes`, for nodes drafted at once, which attend to each other where ``seen_BNN`` is True."""
-        nodes = NodeSlots.block(cache, seen_BNN, offsets_N, self.window)
-        return self.attend_nodes(cache, x_BNX, state_BND, nodes, offsets_N)
-
 
 Caches = tuple[DraftCache, ...]
 """One per layer."""

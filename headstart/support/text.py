@@ -142,15 +142,15 @@ class _Lasting:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        try:
-            self._stream.write(text)
-        except OSError:
-            self._stream = open(os.devnull, "w", encoding="utf-8")
+        self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
+        self._try("flush")
+
+    def _try(self, method: str, *texts: str) -> None:
         try:
-            self._stream.flush()
+            getattr(self._stream, method)(*texts)
         except OSError:
             self._stream = open(os.devnull, "w", encoding="utf-8")
 

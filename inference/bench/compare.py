@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
@@ -13,6 +12,7 @@ from headstart.support.errors import UserError
 from headstart.support.files import as_path
 from headstart.support.json_text import Form, fault, read_json
 from headstart.support.terminal import Section, Table, page, show
+from headstart.support.text import shortened
 
 Row = dict[str, Any]
 MUST_AGREE = ("backbone", "prompts_files", "prompts", "tasks", "max_new_tokens", "seed", "dtype", "device", "threads")
@@ -97,7 +97,7 @@ def read_comparison(before: str, after: str) -> Comparison:
     for key in MUST_AGREE:
         if first.get(key) != second.get(key):
             raise UserError(
-                f"{before} and {after} cannot be compared: {key} is {_short(first.get(key))} and {_short(second.get(key))};"
+                f"{before} and {after} cannot be compared: {key} is {shortened(first.get(key))} and {shortened(second.get(key))};"
                 " run bench again with the same prompts and settings on one machine"
             )
     both = Comparison((before, after), first, second)
@@ -192,8 +192,3 @@ def _changes(before: Row, after: Row) -> list[str]:
         change = f"{after[key] / before[key] - 1:+.1%}" if before[key] else ""
         cells += [format(before[key], form), format(after[key], form), change]
     return cells
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,13 +33,10 @@ BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
 first call; ``compile`` compiles what lacks."""
 
 
-def _cuda_graph() -> type[Backend]:
-    from headstart.inference.capture.cuda_graph import CudaGraph
-
-    return CudaGraph
-
-
-BACKENDS: dict[str, Callable[[], type[Backend]]] = {"trace": lambda: required().trace, "cuda-graph": _cuda_graph}
+BACKENDS: dict[str, Callable[[], type[Backend]]] = {
+    "trace": lambda: required().trace,
+    "cuda-graph": lambda: import_module(f"{__package__}.cuda_graph").CudaGraph,
+}
 """Imported when they are chosen."""
 _NOT_PROVED = {"cuda": " until CUDA graphs have run on a GPU since they were mended"}
 logger = logging.getLogger(__name__)

@@ -31,6 +31,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.support.devices import NAMES
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.hub import inside, resolve
@@ -50,7 +51,6 @@ PREFIX = "headstart-"
 START = "start the server as headstart serve-features RECIPE prints it"
 CONNECTOR, ON_CPU = "ExampleHiddenStatesConnector", "HiddenStatesOnCPU"
 """vLLM's own connector, and the one for its CPU build."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def server_line(recipe: Recipe, taps: tuple[int, ...], layers: int, *, port: int
         "--served-model-name", served.model or served_name(section.path, chosen), "--port", str(port),
         "--max-model-len", str(length), "--max-num-batched-tokens", str(max(length, 8192)), "--no-enable-prefix-caching",
         "--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer),
-        *(["--dtype", DTYPES[section.dtype]] if section.dtype in DTYPES else []),
+        *(["--dtype", NAMES[section.dtype]] if section.dtype in NAMES else []),
         *(["--tensor-parallel-size", str(gpus)] if gpus and gpus > 1 else []),
         *(["--trust-remote-code"] if section.trust_remote_code else []), *(["--enforce-eager"] if cpu else []),
     ]  # fmt: skip

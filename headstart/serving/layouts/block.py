@@ -25,6 +25,8 @@ from headstart.support.errors import UserError
 UNUSED = ("verifier_",)
 """Tensors that do not change drafts."""
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
+SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "final_logit_softcapping")
+"""Keys of DFlash2 in ``dflash_config``; those of Speculators are not in it."""
 CONFIDENCE_HEAD = "confidence_head.proj."
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 """z-lab's names, and those of transformers' class."""

@@ -26,7 +26,7 @@ from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.gguf_file import require_package
 from headstart.heads.checkpoint import chat_settings
 from headstart.heads.layers.start_values import llama_like
-from headstart.serving.layouts.block import Block, odd_parts
+from headstart.serving.layouts.block import SECOND, Block, odd_parts
 from headstart.serving.layouts.eagle3 import Eagle3, beyond_the_original
 from headstart.serving.layouts.files import DamagedError, Files, require_finite
 from headstart.serving.layouts.layout import Checkpoint, Choice, Counting, Heads, Layout
@@ -216,7 +216,6 @@ BLOCK_LAYER = {
 }  # fmt: skip
 """Names of a layer's tensors, ours and llama.cpp's."""
 STATED = {key: ours for key, ours in KEYS.items() if not key.startswith(("norm_", "target_"))} | {"block_size": "block_size"}
-SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "final_logit_softcapping")
 
 
 class LlamaCppBlock(Layout):

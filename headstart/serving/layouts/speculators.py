@@ -13,7 +13,7 @@ from typing import Any
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.backbone.weight_files import LAYOUTS
-from headstart.serving.layouts.block import CONFIDENCE, Block, odd_parts
+from headstart.serving.layouts.block import CONFIDENCE, SECOND, Block, odd_parts
 from headstart.serving.layouts.eagle3 import Eagle3, Peagle, has_qk_norm, tap_choices
 from headstart.serving.layouts.files import Files, write_folder
 from headstart.serving.layouts.layout import Checkpoint, Choice, Counting, Heads, Layout, unscaled_embedding
@@ -34,8 +34,6 @@ CLASSES = {
     "dflash2": "DFlash2DraftModel",
     "dspark": "DSparkSpeculator",
 }
-SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "final_logit_softcapping")
-"""Keys of DFlash2, which are in ``dflash_config`` elsewhere."""
 PAIRS = ("eagle3", "peagle")
 ADDED = ", and the backbone's embedding is added, which speculators needs"
 KIND, RESIDUAL = "speculators_model_type", "norm_before_residual"
