@@ -109,7 +109,7 @@ class Decoder:
 
     def _to_draft(self) -> Rows:
         """The rows to draft for."""
-        in_full = self.shape is not None and self.shape.chain
+        in_full = self.shape is not None and self.shape.width == 1  # a chain: as serving engines draft it, so that counts agree
         return Rows(
             roots=self.roots,
             remaining=[self.prompts.remaining(number, len(self.texts.of[number].written), in_full) for number in self.rows],

@@ -157,7 +157,8 @@ def _sum_over_processes(
     accelerator: Accelerator, counts: list[Tensor], sums: list[Sums]
 ) -> tuple[list[list[float]], list[list[list[float]]]]:
     """Sum the counts and each trainer's sums over all processes in one all-reduce, in fp64, which counts beyond 2^24."""
-    parts = counts + [part for each in sums for part in (each.loss[None], each.lm_loss[None], each.lm_kl[None], *each.per_depth)]
+    losses = [(each.loss[None], each.lm_loss[None], each.lm_kl[None], each.count_K, each.correct_K, each.alpha_K) for each in sums]
+    parts = counts + [part for of_trainer in losses for part in of_trainer]
     parts = [part.cpu() if part.device.type == "mps" else part for part in parts]  # which has no fp64, and one process
     reduced = accelerator.reduce(torch.cat([part.double() for part in parts]), "sum")
     values = [part.tolist() for part in reduced.split([len(part) for part in parts])]

@@ -157,7 +157,7 @@ class Drafting:
     def __init__(self, policy: Policy, beams: int, breadth: Breadth, shape: TreeShape | None) -> None:
         self.beams, self.breadth, self.shape = beams, breadth, shape
         self.width = shape.width if shape is not None else max(BEAM_WIDTH, 2 * beams)
-        self.drafters = [source for source in policy.of_kind(DrafterSource) if source.own_cache]
+        self.drafters = [source for source in policy.of_kind(DrafterSource) if not source.drafter.uses_backbone_cache]
         self.observing = [source for source in policy.of_kind(ProposerSource) if source.observe_top_k]
         self.deepest = max([0, *(source.depth_of(shape) for source in self.drafters), *([DEPTHS] if self.observing else [])])
 

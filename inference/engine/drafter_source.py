@@ -43,11 +43,6 @@ class DrafterRows(Source):
         self._extend = capturer.capture(extend, "drafter prefill", drafter, not_capturable(drafter))
         self._clear()
 
-    @property
-    def own_cache(self) -> bool:
-        """False if it drafts with the backbone's cache."""
-        return not self.drafter.uses_backbone_cache
-
     def _clear(self) -> None:
         self.state: Any = None
         self._hidden_BKD: Tensor | None = None
@@ -138,7 +133,7 @@ class DrafterRows(Source):
 
     def _placed(self, state: Any) -> Any:
         """The state, whose stores are in fixed memory if there is one."""
-        if not self.fixed or not self.own_cache:  # the backbone's cache is there already
+        if not self.fixed or self.drafter.uses_backbone_cache:  # which is there already
             return state
         placed = iter(self.capturer.memory.place(self.name, list_stores(state)))
         return map_stores(lambda _: next(placed), state)

@@ -59,11 +59,6 @@ class TreeShape:
     width: int = 8
     depth: int | None = None
 
-    @property
-    def chain(self) -> bool:
-        """True if no node has siblings. A chain is drafted in full up to the end of a text, as serving engines do, so that counts agree."""
-        return self.width == 1
-
     def __post_init__(self) -> None:
         require_count("nodes", self.nodes, of="tree", most=MAX_NODES)
         require_count("width", self.width, of="tree", most=MAX_WIDTH)

@@ -65,10 +65,6 @@ class Sums(NamedTuple):
     lm_kl: Tensor
     """KL divergence of a trainable backbone from the original one there, likewise."""
 
-    @property
-    def per_depth(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.count_K, self.correct_K, self.alpha_K
-
 
 def objective(
     loss: FusedLoss, features: Features, hidden: list[Tensor], anchors: SampledAnchors | None = None, deeper: Anchors | None = None
