@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.support.pytree import map_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
 TOLERANCE = {torch.float32: (3e-5, 1e-4), torch.float64: (1e-10, 1e-10)}
@@ -65,8 +67,7 @@ def read(drafter: Drafter, tokens_BT: Tensor) -> Features:
 
 def part(features: Features, start: int, end: int) -> Features:
     """The features of these positions."""
-    taps = None if features.taps is None else {tap: x[:, start:end] for tap, x in features.taps.items()}
-    return Features(features.tokens_BT[:, start:end], features.hidden_BTD[:, start:end], taps)
+    return map_tensors(lambda x_BT: x_BT[:, start:end], features)
 
 
 def ragged(features: Features, lengths: list[int]) -> Features:
@@ -198,15 +199,12 @@ def packed_documents(drafter: Drafter) -> None:
     """Documents packed in one row are what they are alone."""
     lengths = [7, 11, 3]
     parts = [read(drafter, texts(drafter, 1, length, seed=i)) for i, length in enumerate(lengths)]
-    taps = None if parts[0].taps is None else {tap: torch.cat([p.taps[tap] for p in parts if p.taps], 1) for tap in parts[0].taps}
     document = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)] + [torch.full((2,), -1)])[None]
 
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, torch.full_like(x[:, :2], 3)], 1)
 
-    tokens_BT, hidden_BTD = (padded(torch.cat(of, 1)) for of in ([p.tokens_BT for p in parts], [p.hidden_BTD for p in parts]))
-    padded_taps = None if taps is None else {tap: padded(x) for tap, x in taps.items()}
-    together, start = drafter(Features(tokens_BT, hidden_BTD, padded_taps, document_BT=document)), 0
+    together, start = drafter(replace(map_tensors(padded, join_features(parts)), document_BT=document)), 0
     for features, length in zip(parts, lengths, strict=True):
         for k, alone in enumerate(drafter(features)):
             found = together[k][:, start : start + alone.shape[1]]

@@ -9,13 +9,14 @@ Shape suffixes: B batch, T new positions, N nodes, S slots, D width, X width of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from headstart.heads.layers.causal_attention import Blocks
 from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
-from headstart.heads.layers.draft_cache import DraftCache, NodeSlots, Ring
+from headstart.heads.layers.draft_cache import DraftCache, NodeSlots, Ring, past_mask
 from headstart.heads.layers.rows import put
 
 
@@ -88,10 +89,8 @@ class CachedLayer:
     def attend_last(self, cache: DraftCache, x_B1X: Tensor, state_B1D: Tensor) -> Tensor:
         """Return the layer's output ``[B, 1, D]`` at each row's last position, which is in the cache already."""
         cache = cache.on_device()
-        slots_S = torch.arange(cache.slots, device=x_B1X.device)
-        mask_B1S = (slots_S < cache.ends_B[:, None])[:, None]
         query = self.layer.self_attn.queries(x_B1X, cache.rotation_at(-1))
-        return self.layer.attend(query, state_B1D, x_B1X, cache.past, mask_B1S)
+        return self.layer.attend(query, state_B1D, x_B1X, cache.past, past_mask(cache)[:, None])
 
     def nodes_below(self, cache: DraftCache, above: NodeSlots | None, parents_BN: Tensor, offset: int) -> NodeSlots:
         """Return the slots of the next level's nodes and what they attend to (`NodeSlots.below`)."""
@@ -148,12 +147,10 @@ class CachedStack:
 
         With a window these are a window's more per layer, since what the last one keeps depends on as many positions of the one before.
         """
-        reach = Ring(len(self.layers) * self.window, 0) if self.window is not None else None
-        if reach is None or len(self.layers) == 1:
-            return self.layers[0].kept_offsets(caches[0], positions, counts_B)
-        if reach.slots >= positions:
-            return torch.arange(positions, device=counts_B.device).expand(counts_B.shape[0], -1)
-        return reach.kept(counts_B)
+        first = caches[0]
+        if self.window is not None and len(self.layers) > 1:
+            first = replace(first, ring=Ring(len(self.layers) * self.window, 0))
+        return self.layers[0].kept_offsets(first, positions, counts_B)
 
     def extend(self, caches: Caches, streams: Sequence[Tensor], offsets_BT: Tensor, counts_B: Tensor) -> Caches:
         """Extend the caches by ``counts_B`` positions per row; ``streams`` are the first layer's at ``offsets_BT``."""

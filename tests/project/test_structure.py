@@ -10,7 +10,7 @@ import pytest
 from matrix import mark_slow_cells
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 210, "lines": 37_679, "lines of code": 26_716}
+LIMITS = {"files": 210, "lines": 37_674, "lines of code": 26_711}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_549, "lines of code": 1_877}
 TEST_LIMITS = {"lines": 35_678, "setattr": 59, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small
