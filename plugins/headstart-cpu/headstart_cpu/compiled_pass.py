@@ -122,7 +122,7 @@ class _Variant:
         self._asked = False
         """True once something was done about code that lacked."""
         self._builders: dict[Hashable, Callable[[Iterator[Tensor]], Any]] = {}
-        """What makes the function's result of its tensors, by what was compared with the function: which sizes are 1."""
+        """What makes the function's result of the program's tensors, by what was compared with the function: which sizes are 1."""
         self._known: dict[tuple[torch.Size, ...], Any] = {}
         """The same by exact sizes; None: the program is not right for them."""
 
@@ -175,25 +175,19 @@ class _Variant:
         return (build(iter(self.loaded(leaves))),)
 
     def _builder(self, call: Call, leaves: list[Tensor]) -> Callable[[Iterator[Tensor]], Any] | None:
-        """What makes the function's result of the program's tensors; None if the program is not right for these sizes."""
+        """What makes the function's result of the program's tensors, compared with the function; None: it is not right for these sizes."""
         assert self.loaded is not None
         if not self.loaded.program.fits(leaves):
             return None
         ones = sizes_of_one(call.shapes)
         if ones not in self._builders:
-            self._builders[ones] = self._compared(call, leaves)
+            void_running()
+            results: list[Tensor] = []
+            structure = flatten(self.owner.function(call.held, *call.inputs), results)
+            if not self.owner.agree(results, self.loaded(leaves)):
+                raise NotCompiled("what compiled layers compute differs from what the model does")
+            self._builders[ones] = builder(structure)
         return self._builders[ones]
-
-    def _compared(self, call: Call, leaves: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
-        """Compare the program with the function; returns what makes the function's result of its tensors."""
-        assert self.loaded is not None
-        void_running()
-        results: list[Tensor] = []
-        structure = flatten(self.owner.function(call.held, *call.inputs), results)
-        found = self.loaded(leaves)
-        if not self.owner.agree(results, found):
-            raise NotCompiled("what compiled layers compute differs from what the model does")
-        return builder(structure)
 
 
 class Loaded:
