@@ -3,7 +3,7 @@ and, of those that read images, with an image in the prompt.
 
     python tests/helpers/every_model.py                          all that out/every_model.json does not hold yet; about twenty minutes
     python tests/helpers/every_model.py --only llama bloom       these anew
-    python tests/helpers/every_model.py --page docs/families.md  the same, then the page's section is written from what the file holds
+    python tests/helpers/every_model.py --page docs/families.md  the same, then the page's tables are written from what the file holds
 
 It ends with 1 if a class is at fault.
 
@@ -162,22 +162,10 @@ def sweep(out: Path, only: list[str]) -> dict[str, Outcome]:
 
 
 TITLE = "## Every class of transformers"
-"""Of the last section of docs/families.md, which is written from here."""
-HEAD = f"""{TITLE}
-
-Every class of transformers' causal and image-text mappings as a tiny random model of its default configuration, text alone, in fp32:
-prompts of 9, 14 and 90 tokens, the last of which passes every window, chunk and original length; with n-grams and random Medusa heads,
-with random EAGLE-3, block and Hydra heads, with drafts that are mostly right, in fixed and in adaptive shapes, sampled, and two rows
-together. None differs. `make test-models` does it anew, in some twenty minutes on two cores, and writes this section.
-
-"""
-LOOKING = """
-### With an image in the prompt
-
-The image-text classes again, with the part that reads images, in the same ways: two prompts with an image of random pixels each, in the
-form that the class takes, as far as it can be guessed from its arguments; where that is not known, no form of an image was read.
-
-"""
+"""Of the last section of docs/families.md, whose tables are written from here."""
+LOOKING = "### With an image in the prompt"
+TABLE = re.compile(r"^transformers [\d.]+: .*\n\n\| \| classes \|\n(?:\|.*\n)*", re.M)
+"""Of texts, and behind ``LOOKING`` of images."""
 MEANS = {
     "trees": "trees, every token equal",
     "chains": "chains, every token equal",
@@ -186,11 +174,11 @@ MEANS = {
 }
 
 
-def page(outcomes: dict[str, Outcome]) -> str:
-    """The section of docs/families.md."""
+def page(before: str, outcomes: dict[str, Outcome]) -> str:
+    """docs/families.md with the tables of its last section made anew."""
     seen = {kind: found for kind, found in outcomes.items() if kind.endswith(SEEN)}
-    text = {kind: found for kind, found in outcomes.items() if kind not in seen}
-    return HEAD + table(text) + LOOKING + table(seen)
+    tables = [table({kind: found for kind, found in outcomes.items() if kind not in seen}), table(seen)]
+    return TABLE.sub(lambda match: tables.pop(0), before)
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
@@ -232,8 +220,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     outcomes = sweep(args.out, args.only)
     if args.page:
-        before = args.page.read_text().partition(f"\n{TITLE}")[0]
-        args.page.write_text(f"{before}\n{page(outcomes)}")
+        args.page.write_text(page(args.page.read_text(), outcomes))
     faults = [f"{kind}: {found.text}" for kind, found in outcomes.items() if found.end == "fault"]
     print(f"transformers {transformers.__version__}: {counts(outcomes)}", *faults, sep="\n")
     return int(bool(faults))

@@ -11,8 +11,9 @@ import transformers
 from architectures import Architecture, chained, refused, served
 from every_model import GREEDY, LOOKING, MEANS, SEEN, TITLE, reason, same_text, text_prompts
 from every_model import outcome as outcome_of
-from families_table import SIZES, TOKENS, outcome, refusal, rows_of, size_of, start_of, tail, tokens_of
+from families_table import SIZES, TOKENS, outcome, page, rows_of, start_of
 from family_checks import CHECKS, Subject
+from published import SITUATIONS, shapes
 from released_model import MODELS, configuration
 from released_run import STEPS, Released, Step, dtypes, exports
 from released_sizes import SMALLEST
@@ -48,13 +49,6 @@ def test_the_cell_is_true(subjects: dict[str, Subject], architecture: Architectu
     assert outcome(check, subjects[architecture.name]) == stated[2 + list(CHECKS).index(check)]
 
 
-@pytest.mark.matrix(cells=4)
-@pytest.mark.parametrize("architecture", refused(), ids=lambda one: one.name)
-def test_a_refusal_is_the_line_on_the_page(architecture: Architecture) -> None:
-    assert [*start_of(architecture), refusal(architecture)] == written()[start_of(architecture)[0]]
-    assert "\n" not in refusal(architecture)
-
-
 @pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("architecture", refused(), ids=lambda one: one.name)
 def test_heads_of_those_that_are_not_decoded_are_trained_exported_and_verified(architecture: Architecture, tmp_path: Path) -> None:
@@ -74,20 +68,14 @@ def test_every_published_configuration_and_no_other_is_in_the_table() -> None:
     assert all(cell for line in written().values() for cell in line), "no cell is empty"
 
 
-@pytest.mark.parametrize("architecture", served(), ids=lambda one: one.name)
-def test_the_column_of_chat_templates_is_true(architecture: Architecture) -> None:
-    """For every shipped recipe's template shape, all answers are trained on as they are written."""
-    stated = written()[start_of(architecture)[0]][-2]
-    assert stated == tokens_of(architecture)
-    assert all(part.split(": ")[-1].split(" of ")[0] == part.split(" of ")[-1] for part in stated.split("; "))
-
-
 def test_the_page_names_every_template_and_situation() -> None:
-    assert tail() in PAGE.read_text()
+    text = PAGE.read_text()
+    assert f"The shapes of {len(shapes())} published chat templates" in text and f": {', '.join(shapes())}." in text
+    assert f"the situations\n{', '.join(SITUATIONS)};" in text
 
 
-def test_the_last_column_names_the_released_sizes_that_are_tested() -> None:
-    assert {start_of(one)[0]: written()[start_of(one)[0]][-1] for one in served()} == {start_of(one)[0]: size_of(one) for one in served()}
+def test_refusals_templates_and_released_sizes_are_those_on_the_page() -> None:
+    assert page(PAGE.read_text(), only=["no model"]) == PAGE.read_text()
 
 
 # Random models of released sizes, through all that users do, in `make test-all`: the smallest of every family, and every method.

@@ -1,15 +1,14 @@
 """The released model behind OpenAI's protocol, in batches of transformers' own ``generate``; token ids as vLLM returns them."""
 
-import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty, Queue
 from typing import Any
 
 import torch
+from server import answering
 
 MOST = 32
 """Rows of a batch."""
@@ -74,28 +73,11 @@ class Served:
 @contextmanager
 def serving(model: Any, tokenizer: Any) -> Iterator[tuple[Served, str]]:
     served = Served(model, tokenizer)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802  # http.server's name
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            reply = json.dumps(served.ask(body)).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threads = [threading.Thread(target=work) for work in (served.work, server.serve_forever)]
-    for thread in threads:
-        thread.start()
+    worker = threading.Thread(target=served.work)
+    worker.start()
     try:
-        yield served, f"http://127.0.0.1:{server.server_port}/v1"
+        with answering(lambda path, body, headers: (200, served.ask(body))) as url:
+            yield served, f"{url}/v1"
     finally:
         served.waiting.put(None)
-        server.shutdown()
-        server.server_close()
-        for thread in threads:
-            thread.join()
+        worker.join()
