@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -87,13 +86,6 @@ def make_recipe(folder: Path, layers: int = 2, heads: list[dict[str, Any]] | Non
     path = folder / "recipe.yaml"
     path.write_text(dump_yaml(recipe))
     return path
-
-
-def run(*arguments: str | Path, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command a user types, in its own process."""
-    command = [sys.executable, *launcher, str(ROOT / "train_heads.py"), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **environment}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

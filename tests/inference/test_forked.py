@@ -210,15 +210,6 @@ def test_text_is_that_of_plain_constrained_decoding(kind: str, rows: dict[str, t
     assert out.tau > 1 and torch.equal(say(of, rows, **HOW, batch_size=1, logits_processor=given(kind)), truth)
 
 
-@pytest.mark.parametrize("kind", GRAMMARS)
-def test_sampled_text_of_a_grammar_is_that_without_drafts(kind: str) -> None:
-    how = HOW | {"do_sample": True, "temperature": 1.5, "seed": 4}
-    plain = say(heads("shallow", "eagle3", "off"), ROWS, speculate=False, **how, logits_processor=given(kind))
-    for of in (nearly(plain, ROWS), heads("shallow", "medusa", "off")):
-        assert torch.equal(say(of, ROWS, tree=TreeShape(12, 4), **how, logits_processor=given(kind)), plain)
-    assert all(fits(kind, tokenizer().decode(row[: row.index(END)])) for row in plain[:, ROWS["input_ids"].shape[1] :].tolist())
-
-
 def test_end_tokens_of_the_call_and_text_after_the_end() -> None:
     other = LogitsProcessorList([headstart.grammar(tokenizer(), regex="[c-z]{3}", end_tokens=[END, 3])])
     out = say(heads("shallow", "eagle3", "off"), ROW, **HOW | {"eos_token_id": [END, 3]}, logits_processor=other)

@@ -156,27 +156,6 @@ def test_seeds() -> None:
         say(of, rows, seed=[1, 2], **options)
 
 
-def test_greedy_ignores_seeds_and_draws_nothing() -> None:
-    of = heads("shallow", "medusa")
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    assert torch.equal(say(of, ROW, max_new_tokens=9, do_sample=False, seed=1), say(of, ROW, max_new_tokens=9, do_sample=False))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.slow
-def test_gpt2_near_its_last_position() -> None:
-    """96 positions: up to the last one by length; or more requested, but stopped there by a criterion."""
-    on, row = backbone("gpt2"), {"input_ids": texts(1, 80)}
-    truth = on.model.generate(**row, max_length=96, do_sample=False)
-    for kind in (*DRAFTERS, "oracle"):
-        of = heads("gpt2", kind) if kind in DRAFTERS else SpeculativeModel(on, Scripted(on, truth.tolist(), "oracle"))
-        for length in (94, 95, 96):
-            assert torch.equal(say(of, row, max_length=length, do_sample=False), truth[:, :length])
-            stop = StoppingCriteriaList([After(length)])
-            assert torch.equal(say(of, row, max_new_tokens=200, do_sample=False, stopping_criteria=stop), truth[:, :length])
-
-
 def test_past_the_stated_context() -> None:
     """Rotary models continue past it, and so must trees on them."""
     model = tiny("llama", max_position_embeddings=24)

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,20 +65,6 @@ def test_every_token_is_transformers_own(family: str) -> None:
     together = say(right, batch, tree=TREE, **HOW)
     assert torch.equal(together, model.generate(**batch, **HOW)) and unpadded(together, batch) == alone
     assert torch.equal(say(right, batch, tree=TREE, batch_size=2, **HOW), together), "rows begin as others end"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fifty_prompts(family: str) -> None:
-    """Of other pictures and texts each, greedy as transformers and sampled as without drafts; of each pair also the batch, padded."""
-    of, drawn, prompts = drafting(family, "eagle3"), random.Random(0), list[dict[str, Tensor]]()
-    for seed in range(50):
-        pictures = [Picture(2 * seed + i, wide=drawn.random() < 0.3) for i in range(drawn.choice((0, 1, 1, 2)))]
-        parts = (part for picture in pictures for part in (picture, drawn.randint(1, 6)))
-        prompts.append(prompt_of(family, [drawn.randint(2, 9), *parts], seed))
-        assert torch.equal(*(say(of, prompts[-1], seed=seed, speculate=drafts, tree=TREE, **SAMPLED) for drafts in (True, False))), seed
-    for given in (*prompts, *map(batch_of, zip(prompts[::2], prompts[1::2], strict=True))):
-        assert torch.equal(say(of, given, tree=TREE, **HOW), of.backbone.model.generate(**given, **HOW)), given["input_ids"]
 
 
 @pytest.mark.matrix

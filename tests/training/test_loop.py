@@ -7,7 +7,7 @@ import pytest
 import torch
 from errors import error_of
 from safetensors.torch import load_file
-from small_run import Forked, make_recipe, read_log, run
+from small_run import Forked, make_recipe, read_log
 
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
@@ -64,21 +64,6 @@ def test_neither_accumulation_nor_the_number_of_processes_changes_a_step(tmp_pat
     for other in others:
         for key in ("loss", "grad_norm"):
             assert [line[key] for line in other] == pytest.approx([line[key] for line in whole], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_two_processes_of_a_launcher_train_as_one_does(tmp_path: Path) -> None:
-    """Five sequences a step: three in one process, two in the other. Forked processes: above, and test_sharding.py."""
-    recipe = make_recipe(tmp_path, drafter=KINDS[1], train={"batch_size": 5}, eval={"prompts": 1})
-    assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0
-    arguments = [str(recipe), f"save.dir={tmp_path}/two", "train.micro_batch=1"]
-    done = run(*arguments, launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2"))
-    assert done.returncode == 0 and "2 processes on cpu" in done.stderr, done.stderr[-3000:]
-    one, two = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("one", "two"))
-    for key in ("loss", "grad_norm"):
-        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-5)
-    assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
-    assert len(list((tmp_path / "two" / "state").iterdir())) == 1
 
 
 def test_autocast_in_bf16_leaves_the_weights_in_fp32(tmp_path: Path) -> None:

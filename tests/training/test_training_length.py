@@ -108,16 +108,6 @@ def test_blocks_are_whole_scores(family: str, lengths: Any, rows: int, queries: 
     close(learned(drafter, out), learned(drafter, expected))
 
 
-@pytest.mark.parametrize("length", [3, 4, 6])
-def test_short_texts(length: int) -> None:
-    drafter, features = case("llama", None, length)
-    out, expected = drafter(features), whole(drafter, features)
-    for k, (one, other) in enumerate(zip(out, expected, strict=True)):
-        assert one.shape[1] == max(length - 2 - k, 0)
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    close(learned(drafter, out), learned(drafter, expected))
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 4, 64])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)

@@ -43,45 +43,6 @@ def test_the_assistants_turns_and_their_ends_are_learned(template, runs, trim_of
     assert sample.tokens.tolist() == whole[: len(sample.tokens)] and sample.loss_mask[-1]  # up to the last end, with at most one <s>
 
 
-MARKED = {
-    "chatml": (CHATML, """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
-{%- if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}
-{%- else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""),
-    "gemma": (GEMMA, """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<start_of_turn>model\n' }}
-{%- generation %}{{ m.content | trim + '<end_of_turn>' }}{% endgeneration %}{{ '\n' }}
-{%- else %}{{ '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""),
-}  # fmt: skip
-"""A template, and the same template with its assistant turns in ``generation`` blocks."""
-
-
-@pytest.mark.parametrize("name", MARKED)
-def test_generation_blocks_and_rendering_twice_give_the_same_loss_mask(name):
-    template, with_blocks = MARKED[name]
-    tokenizer = make_tokenizer(template)
-    (unmarked,) = samples_of(tokenizer, chat(*TURNS))
-    tokenizer.chat_template = with_blocks
-    (sample,) = samples_of(tokenizer, chat(*TURNS))
-    assert sample.tokens.equal(unmarked.tokens) and sample.loss_mask.equal(unmarked.loss_mask)
-    expected, length = tokenizer.apply_chat_template(chat(*TURNS), return_dict=True, return_assistant_tokens_mask=True), len(sample.tokens)
-    assert sample.tokens.tolist() == expected["input_ids"][:length]
-    assert sample.loss_mask.int().tolist() == expected["assistant_masks"][:length] and not any(expected["assistant_masks"][length:])
-
-
-def test_generation_blocks_decide_what_is_learned():
-    tokenizer = make_tokenizer(CHATML)
-    tokenizer.chat_template = (
-        MARKED["chatml"][1]
-        .replace("m.content + '<|im_end|>' }}{% endgen", "m.content }}{% endgen")
-        .replace("{% endgeneration %}{{ '", "{% endgeneration %}{{ '<|im_end|>")
-    )
-    (sample,) = samples_of(tokenizer, chat(*TURNS))
-    assert learned(tokenizer, sample) == ["It is four.", "Six, ünder one condition."]
-    (sample,) = samples_of(tokenizer, chat(("assistant", "Hi."), *TURNS[:2]))  # an opening is no label even if marked
-    assert learned(tokenizer, sample) == ["It is four."]
-
-
 def test_generation_blocks_of_a_template_that_drops_thoughts_make_one_sample_per_turn():
     tokenizer = make_tokenizer(QWEN3)
     start, end = "{%- if m.role == 'assistant' and", "{{- text + '<|im_end|>\n' }}"
@@ -90,6 +51,9 @@ def test_generation_blocks_of_a_template_that_drops_thoughts_make_one_sample_per
     tokenizer.chat_template = opened.replace(end, end + "{% endgeneration %}")
     samples, stats = make_samples([{"messages": chat(*TURNS)}], tokenizer, Data(train="x"), source="x")
     assert len(samples) == 2 and stats.rows_split == 1 and "1 rows split by turn" in str(stats)
+    tokenizer.__class__ = type("Slow", (type(tokenizer),), {"is_fast": False})
+    with pytest.raises(UserError, match="is a slow one"):  # blocks are of characters
+        samples_of(tokenizer, chat(*TURNS))
 
 
 def test_what_is_not_an_answer_is_not_learned():
@@ -237,12 +201,3 @@ def test_a_column_of_another_name():
         assert make_samples([row], tokenizer, Data(train="x", column="story"), source="x")[0]
     with pytest.raises(UserError, match="x, row 2 has no story; it has other"):
         make_samples([row, {"other": 1}], tokenizer, Data(train="x", column="story"), source="x")
-
-
-def test_a_slow_tokenizer_is_refused_where_characters_count():
-    tokenizer = make_tokenizer(CHATML)
-    tokenizer.__class__ = type("Slow", (type(tokenizer),), {"is_fast": False})
-    assert learned(tokenizer, samples_of(tokenizer, chat(*TURNS))[0])[0] == "It is four.<|im_end|>"
-    tokenizer.chat_template = MARKED["chatml"][1]
-    with pytest.raises(UserError, match="is a slow one"):
-        samples_of(tokenizer, chat(*TURNS))

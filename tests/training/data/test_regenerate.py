@@ -11,8 +11,7 @@ from chat_templates import read_rows as rows_of
 
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.support.files import locked
-from headstart.training.data.data import load_data
-from headstart.training.recipe.recipe import Data, load_recipe
+from headstart.training.recipe.recipe import Data
 from headstart.training.regenerate.items import Conversation, read_items
 from headstart.training.regenerate.partial import PartialFile
 
@@ -182,17 +181,6 @@ def test_a_damaged_or_used_half_done_file_is_named(tmp_path: Path) -> None:
         assert not partial.offsets
     with locked(tmp_path / ".new.jsonl.lock", "regenerate.out") as free:
         assert free
-
-
-def test_heads_are_taught_by_the_new_file(ask: Any, talker: Path, tmp_path: Path) -> None:
-    """As a dataset: label tokens are exactly the regenerated answers."""
-    assert ask(dialogues(), *SAMPLED) == 0
-    data = load_recipe(tmp_path / "recipe.yaml", [f"data.train={tmp_path / 'new.jsonl'}", "data.eval_rows=0"]).data
-    tokenizer = load_tokenizer(str(talker))
-    samples = load_data(data, tokenizer, 4096, progress=False)
-    assert samples.stats.rows == len(rows_of(tmp_path / "new.jsonl")) and samples.stats.label_tokens > 100
-    ends = {tokenizer.convert_tokens_to_ids("<|im_end|>"), *range(100, 140)}
-    assert all(int(sample.tokens[sample.loss_mask][-1]) in ends for sample in samples.train), "what was written, its end included"
 
 
 def test_seeds_follow_what_a_row_holds() -> None:
