@@ -182,24 +182,14 @@ def test_new_recipe_names_what_is_wrong(
 FACTS = ModelFacts("some/Chat-8B", 8_000_000_000, 32, 4096, 128_256, 131_072, True, True, False)
 
 
-def test_values_follow_from_the_model() -> None:
+def test_values_of_models_unlike_those_of_the_shipped_recipes() -> None:
     def values(method: str = "eagle3", **changes: Any) -> dict[str, Any]:
         return propose(dataclasses.replace(FACTS, **changes), method, GPU).tree
 
-    usual = values()
-    assert (usual["drafter"]["draft_vocab_size"], usual["drafter"]["depth"], usual["train"]["lr"]) == (32_000, 7, 1e-4)
-    assert (usual["train"]["batch_size"], usual["data"]["max_length"], usual["train"]["steps"]) == (16, 2048, 26_000)
-    assert "draft_vocab_size" not in values(vocab=50_257)["drafter"]
-    assert [values(width=width)["train"]["lr"] for width in (768, 2048, 8192)] == ["auto", 2e-4, 1e-4]
-    thinking = values(thinks=True)
-    assert (thinking["train"]["batch_size"], thinking["data"]["max_length"], thinking["train"]["steps"]) == (8, 4096, 52_000)
-    short = values(context=1024, chat=False)
-    assert (short["train"]["batch_size"], short["data"]["max_length"], short["data"]["packing"]) == (32, 1024, True)
     assert "packing" not in values(chat=False, packable=False)["data"]
     assert values(context=100)["train"]["batch_size"] == 256  # a power of two
     assert values("block", layers=4, width=64)["drafter"]["layers"] == 2
-    assert values("medusa2")["backbone"]["lora"]["rank"] == 32 and values("medusa2")["train"]["micro_batch"] == 1
-    assert values("mlp")["drafter"]["tie_weights"] is True and "tie_weights" not in values("mlp", vocab=32_000)["drafter"]
+    assert "tie_weights" not in values("mlp", vocab=32_000)["drafter"]
 
 
 def test_a_backbone_larger_than_half_a_gpu_is_sharded_over_several() -> None:
