@@ -87,6 +87,11 @@ class SpeculativeModel:
         """What the engines depend on."""
         self._loaded = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle, which captures anew and has no part in a call."""
+        forced = ForcedProposer()
+        return vars(self) | {"_engines": {}, "_state": (), "_forced": forced, "_forced_source": ProposerSource(forced)}
+
     def __enter__(self) -> Self:
         return self
 

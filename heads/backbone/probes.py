@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
+from operator import mul, truediv
 from typing import Any, cast
 
 import torch
@@ -163,14 +164,14 @@ def chain_refusal(model: PreTrainedModel, read: Callable[..., Features], tokens_
     return None if fault is None else f"{no_trees}, {fault} (transformers {transformers.__version__}); {TRAINABLE}"
 
 
-SCALES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "none": lambda logits, value: logits,
-    "logit_scale": lambda logits, value: logits * value,
-    "logits_scaling": lambda logits, value: logits / value,
-    "logits_scaling (multiplied)": lambda logits, value: logits * value,
-    "lm_head_multiplier": lambda logits, value: logits * value,
-    "logits_mup_width_multiplier": lambda logits, value: logits / value,
-    "output_multiplier": lambda logits, value: logits * value,
+def _unscaled(logits: Tensor, value: float) -> Tensor:
+    return logits
+
+
+SCALES: dict[str, Callable[[Tensor, float], Tensor]] = {  # functions that pickle
+    "none": _unscaled,
+    **dict.fromkeys(("logit_scale", "logits_scaling (multiplied)", "lm_head_multiplier", "output_multiplier"), mul),
+    **dict.fromkeys(("logits_scaling", "logits_mup_width_multiplier"), truediv),
 }
 CAPS = ("none", "final_logit_softcapping", "logits_soft_cap")
 """Fields of configurations by which models scale their logits, and by which they then cap them."""

@@ -147,7 +147,7 @@ class Request:
     beams: BeamRules | None = None
     """None: no beam search."""
     cache: DynamicCache | None = None
-    """The caller's, which holds the text read so far or is to hold it."""
+    """The caller's, which holds the text read so far or is to hold it, or that of an output, made by transformers."""
     images: tuple[Images | None, ...] = ()
     """Those of each row's prompt; empty if none has any."""
 
@@ -213,8 +213,13 @@ def read_request(
         logits=bool(config.return_dict_in_generate and config.output_logits),
         dictionary=bool(config.return_dict_in_generate),
         beams=beams,
-        cache=past if type(past) is DynamicCache and getattr(past, "_is_user_defined", False) else None,  # transformers marks it
+        cache=past if type(past) is DynamicCache and (config.return_dict_in_generate or user_defined(past)) else None,
     )
+
+
+def user_defined(cache: Any) -> bool:
+    """Whether a cache is the caller's; transformers makes one where none is given."""
+    return bool(getattr(cache, "_is_user_defined", False))
 
 
 def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer: BaseStreamer | None) -> None:
@@ -234,7 +239,7 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
     if config.cache_implementation not in CACHES:
         raise UserError(f"cache_implementation={config.cache_implementation!r} is not supported; allowed: {', '.join(map(str, CACHES))}")
     past = model_kwargs.get(CACHE)
-    own = past is not None and type(past) not in (DynamicCache, StaticCache) and getattr(past, "_is_user_defined", False)
+    own = type(past) not in (DynamicCache, StaticCache) and user_defined(past)
     if own or (past is not None and type(past) is not DynamicCache and past.get_seq_length() > 0):
         holds = "" if own else " that holds tokens"
         raise UserError(f"{CACHE} is a {type(past).__name__}{holds}; give a DynamicCache, or an empty StaticCache")

@@ -1,7 +1,9 @@
 """A captured function returns the same results for new shapes, after the cache has grown, in whole sequences; fallbacks give a reason."""
 
+import copy
 import itertools
 import math
+import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_drafter, say
+from families import DRAFTERS, FAMILIES, ROW, backbone, left_padded, prompts, random_drafter, say, tiny
 from headstart_cpu.trace import Trace
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.layers.rows import FixedMemory
 from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.captured import PATIENCE, SHORT_PATIENCE, Captured, Stopwatch
@@ -227,3 +230,10 @@ def test_a_trace_of_other_bits_is_not_used_where_bits_count() -> None:
         captured = Captured(rounds, "rounding", Trace(None, FixedMemory(), same_bits), 0, None)
         assert torch.equal(captured([], torch.ones(3)), torch.ones(3)) is same_bits
         assert bool(captured.captures_made) is not same_bits and ("rounds otherwise" in str(captured.fallback)) is same_bits
+
+
+def test_heads_are_copied_and_pickled_after_traces() -> None:
+    heads = SpeculativeModel(Backbone(tiny("shallow")), random_drafter("medusa", backbone("shallow")), capture="trace")
+    text = say(heads, ROW, max_new_tokens=8)
+    for other in (copy.deepcopy(heads), pickle.loads(pickle.dumps(heads))):
+        assert torch.equal(say(other, ROW, max_new_tokens=8), text) and other.backbone.model is not heads.backbone.model
