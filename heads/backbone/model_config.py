@@ -76,11 +76,13 @@ def end_tokens(config: Any) -> tuple[int, ...]:
 
 
 def read_end_tokens(path: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
-    """Return those of a backbone that is not loaded, from its ``generation_config.json`` or else its configuration. Raises UserError."""
-    gguf = find_gguf(path)
+    """Return those of a backbone that is not loaded, from its ``generation_config.json`` or else its configuration. Raises UserError.
+
+    Those of a GGUF file are its own, whatever lies beside it.
+    """
     try:
         with reaching(path):
-            config = GenerationConfig.from_pretrained(resolve(path) if gguf is None else gguf.path.parent)
+            config = GenerationConfig.from_pretrained(resolve(path)) if find_gguf(path) is None else None
     except (OSError, ValueError, TypeError):  # there is none, or one that transformers cannot read
         config = None
     return end_tokens(config) or end_tokens(load_config(path, trust_remote_code=trust_remote_code).get_text_config())

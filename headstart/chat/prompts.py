@@ -141,7 +141,12 @@ class Prompter:
         if column == "text":
             ids_T = self.begin(value)
             return Prompt(ids_T[: prompt_length(len(ids_T), self.prompt_tokens)])
+        answered = any(row.get(name) for name in ANSWERS)
+        if row.get("text") and column in PROMPTS and not answered:
+            raise UserError(f"the row has {column} and text, of which either may be what to ask; leave one out")
         asked, tools = read_pair(row | {column: questions[0]}, column, "", "the row", self.with_images)
+        if asked[-1]["role"] == ASSISTANT and not answered:
+            raise UserError(f"{column} ends with the assistant's turn: nothing is asked; end it with a question, or leave the row out")
         ids_T = (self.converse if looks_like_turns(questions[0]) else self._render)(asked, tools)
         return Prompt(ids_T, messages=tuple(asked), later=tuple(questions[1:]), tools=tools)
 

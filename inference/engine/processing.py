@@ -26,8 +26,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as known
 
 from headstart.heads.own_readout import largest
-from headstart.inference.engine.known_processors import STATELESS, is_blind, is_stateless, of_row
+from headstart.inference.engine.known_processors import STATELESS, is_blind, is_stateless, name_of, of_row
 from headstart.inference.engine.tree import CandidateTree
+from headstart.support.errors import UserError
 
 MOST_LEFT = 64
 """The largest draft logits, which filters look at: what they leave beyond these is seldom drafted."""
@@ -107,8 +108,16 @@ class Forked:
     def _call(self, prompt_T: Tensor, written: list[int], scores_V: Tensor) -> Tensor:
         self._called = written
         ids_1T = prompt_T[None] if not written else _joined(prompt_T, written)
-        processed_V: Tensor = self.processor(ids_1T, scores_V[None].clone())[0]
-        return processed_V
+        return applied(self.processor, ids_1T, scores_V[None].clone())[0]
+
+
+def applied(processor: Any, ids_RT: Tensor, scores_RV: Tensor) -> Tensor:
+    """What a processor makes of scores. Raises UserError unless it gives as many."""
+    found, shape = processor(ids_RT, scores_RV), list(scores_RV.shape)
+    if not isinstance(found, Tensor) or [*found.shape] != shape:
+        gave = f"scores of shape {[*found.shape]}" if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(f"{name_of(processor)} returned {gave} for scores of shape {shape}; return as many, -inf for what it rules out")
+    return found
 
 
 def allowed(scores_V: Tensor, token: int) -> bool:
@@ -188,7 +197,9 @@ class Processing:
 
     def in_order(self, ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
         """Processed scores ``[B, V]`` (float32) of all rows of the call, by calls as transformers makes them."""
-        scores_BV: Tensor = self.processors(ids_BT, logits_BV.to(torch.float32, copy=True))  # which processors may change in place
+        scores_BV = logits_BV.to(torch.float32, copy=True)  # which processors may change in place
+        for processor in self.processors:
+            scores_BV = applied(processor, ids_BT, scores_BV)
         return scores_BV
 
     def __call__(self, logits_BNV: Tensor, histories: list[History], tree: CandidateTree | None) -> Tensor:
@@ -222,7 +233,7 @@ class Processing:
             rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
             ids_RT, scores_RV = torch.stack([ids_T for _, _, ids_T in group]), scores_BNV[rows, nodes]
             for processor in self.processors if self._alike else self._by_row[row]:
-                scores_RV = processor(ids_RT, scores_RV)
+                scores_RV = applied(processor, ids_RT, scores_RV)
             out_BNV[rows, nodes] = scores_RV.float()
         return out_BNV
 
@@ -242,7 +253,7 @@ class Processing:
                 if place in forked:
                     out_NV[node] = forked[place](history.prompt_T, written, out_NV[node])
                 else:
-                    out_NV[node] = processor(history.after(written)[None], out_NV[node][None])[0]
+                    out_NV[node] = applied(processor, history.after(written)[None], out_NV[node][None])[0]
             # The first child, which is mostly the likeliest, comes last: its calls then need not be made again.
             waiting += [(child, [*written, tokens[child]]) for child in below[node] if allowed(out_NV[node], tokens[child])]
         return out_NV

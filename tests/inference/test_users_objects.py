@@ -221,3 +221,20 @@ def test_rows_one_after_another_are_refused_where_all_are_asked_about(of: Specul
     for names, named in (("p", "Stepping"), ("c", "Counting"), ("s", "Streaming")):
         with pytest.raises(UserError, match=f"{named} is asked about all 3 rows together, and batch_size=2 decodes them one after another"):
             say(of, ROWS, max_new_tokens=4, batch_size=2, **options(names, 3, Log()))
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_processor_that_returns_fewer_scores_is_named(of: SpeculativeModel, declared: bool, sample: bool) -> None:
+    class Fewer(LogitsProcessor):
+        stateless = declared
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+            return scores[:, :50] if input_ids.shape[1] < 12 else None
+
+    for row, gave in ((ROW, rf"scores of shape \[\d, 50\] for scores of shape \[\d, {VOCAB}\]"), (ROWS, "scores of shape")):
+        with pytest.raises(UserError, match=f"Fewer returned {gave}.*; return as many, -inf for what it rules out"):
+            say(of, row, max_new_tokens=8, do_sample=sample, logits_processor=[Fewer()])
+    longer = {name: torch.cat([value, value], 1) for name, value in ROW.items()}
+    with pytest.raises(UserError, match="Fewer returned NoneType for scores of shape"):
+        say(of, longer, max_new_tokens=8, do_sample=sample, logits_processor=[Fewer()])

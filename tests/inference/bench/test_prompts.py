@@ -93,6 +93,8 @@ def test_text_is_cut(tmp_path):
         ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
         ("p.jsonl", json.dumps({"prompt": json.dumps(chat(TURNS[0]))}), "no chat template"),
+        ("p.jsonl", json.dumps({"prompt": chat(*TURNS[:2])}), "prompt ends with the assistant's turn: nothing is asked; end it with"),
+        ("p.jsonl", '{"text": "a", "question": "b"}', "the row has question and text, of which either may be what to ask; leave one"),
         ("p.jsonl", '{"instruction": "a", "input": 3}', "instruction, input go together where all are text; got input 3"),
         ("p.jsonl.gz", "not compressed", "line 1: not valid JSON"),
     ],
