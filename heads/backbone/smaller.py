@@ -90,9 +90,10 @@ def copy_pruned(backbone: Backbone, model: PreTrainedModel, layers: Sequence[int
     """Copy the backbone's weights into a model of `pruned_config`, layer ``layers[i]`` to layer i. Raises UserError."""
     path = next(name for name, module in backbone.model.named_modules() if module is backbone.layers) + "."
     source = {name.replace(BASE_LAYER, "."): weight for name, weight in backbone.model.named_parameters(remove_duplicate=False)}
+    kept = {str(i): number for i, number in enumerate(layers)}
     for name, weight in model.named_parameters(remove_duplicate=False):
         number, _, rest = name.removeprefix(path).partition(".")
-        found = source.get(f"{path}{layers[int(number)]}.{rest}" if name.startswith(path) else name)
+        found = source.get(f"{path}{kept.get(number)}.{rest}" if name.startswith(path) else name)  # Bart's copy has as many as before
         if found is None or (held := plain_weight(found)).shape != weight.shape:
             kind = type(backbone.model).__name__
             raise UserError(f"{kind} cannot be pruned: weight {name} has no counterpart of its shape; give a smaller model as drafter.path")

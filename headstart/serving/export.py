@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -145,10 +146,8 @@ def _write_merged(heads: Checkpoint, folder: Path) -> None:
     model = backbone.adapter.peft.merge_and_unload()
     dtype = load_config(heads.backbone).dtype
     (model if dtype is None else model.to(dtype)).save_pretrained(folder / BACKBONE)
-    try:
+    with suppress(UserError):  # a backbone without a tokenizer stays one
         load_tokenizer(heads.backbone).save_pretrained(folder / BACKBONE)
-    except UserError:
-        pass  # a backbone without a tokenizer stays one
 
 
 def _served(heads: Checkpoint, out: Path, config: Mapping[str, Any], rank: int) -> Served:
@@ -200,7 +199,7 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
 
 # Drafts that served heads are held to: after states and tokens that a formula gives, so that no backbone runs for them. The folder has
 # those of the trained heads, and `headstart verify` compares what it drafts. A draft agrees if it is the likeliest token and its logit, and
-# the mean of all logits, are those stored, but for rounding.
+# the mean of all logits, are those stored, but for rounding, and so are the odds of a confidence head.
 
 TOKENS, PLACES, DEPTH = 64, (9, 30, 64), 8
 """Length of the text, after how many of its tokens drafts are made, and how many at most."""
@@ -226,9 +225,9 @@ def reference(drafter: Drafter) -> list[dict[str, Any]]:
     """Return drafts after some places of the text, with their logits, as data. A drafter in fp32."""
     found = []
     for place in PLACES:
-        logits_KV = draft_logits(drafter, *_text(drafter, place), min(drafter.depth, DEPTH))
+        logits_KV = draft_logits(drafter, *_text(drafter, place), min(drafter.depth, DEPTH), sure=(sure := []))
         drafts = logits_KV.argmax(-1).tolist()
-        figures = [[float(f"{x:.7g}") for x in _figures(logits_V, token)] for logits_V, token in zip(logits_KV, drafts, strict=True)]
+        figures = [[float(f"{x:.7g}") for x in _figures(*drafted)] for drafted in zip(logits_KV, drafts, sure, strict=True)]
         found.append({"place": place, "drafts": drafts, "logits": figures})
     return found
 
@@ -240,33 +239,34 @@ def agreement(drafter: Drafter, expected: Sequence[dict[str, Any]]) -> Agreement
     for text in expected:
         if drafter.max_depth is not None and drafter.max_depth < len(text["drafts"]):
             continue
-        logits_KV = draft_logits(drafter, *_text(drafter, text["place"]), len(text["drafts"]), text["drafts"])
+        logits_KV = draft_logits(drafter, *_text(drafter, text["place"]), len(text["drafts"]), text["drafts"], sure := [])
         equal += sum(are_picks(logits_KV, text["drafts"]))
-        for logits_V, token, figures in zip(logits_KV, text["drafts"], text["logits"], strict=True):
-            largest = float(logits_V[logits_V.isfinite()].abs().max())
-            gap = max(abs(a - b) for a, b in zip(_figures(logits_V, token), figures, strict=True)) / max(largest, 1e-6)
+        for logits_V, token, odds, figures in zip(logits_KV, text["drafts"], sure, text["logits"], strict=True):
+            largest, own = float(logits_V[logits_V.isfinite()].abs().max()), [*_figures(logits_V, token, odds), math.inf]
+            gap = max(abs(a - b) for a, b in zip(own, figures, strict=False)) / max(largest, 1e-6)  # other exports state two
             distance = max(distance, math.inf if math.isnan(gap) else gap)
     return Agreement(sum(len(text["drafts"]) for text in expected), equal, distance)
 
 
-def _figures(logits_V: Tensor, token: int) -> list[float]:
-    """The logit of a token and the mean of all tokens that can be drafted."""
-    return [float(logits_V[token]), float(logits_V[logits_V.isfinite()].double().mean())]
+def _figures(logits_V: Tensor, token: int, odds: Tensor | None) -> list[float]:
+    """The logit of a token, the mean of all tokens that can be drafted, and the log-odds of heads that estimate their acceptance."""
+    return [float(logits_V[token]), float(logits_V[logits_V.isfinite()].double().mean()), *([] if odds is None else [float(odds)])]
 
 
 def are_picks(logits_KV: Tensor, tokens: Sequence[int]) -> list[bool]:
     """Whether each token is the most likely one, or as likely but for rounding."""
     rounding_K = TOLERANCE * logits_KV.where(logits_KV.isfinite(), 0.0).abs().amax(-1)
     own_K = logits_KV.gather(-1, torch.tensor(tokens, device=logits_KV.device)[:, None])[:, 0]
-    picks: list[bool] = (own_K >= logits_KV.amax(-1) - rounding_K).tolist()
-    return picks
+    return [*map(bool, own_K >= logits_KV.amax(-1) - rounding_K)]
 
 
 @torch.no_grad()
-def draft_logits(drafter: Drafter, features: Features, root: int, depth: int, drafts: Sequence[int] | None = None) -> Tensor:
+def draft_logits(
+    drafter: Drafter, features: Features, root: int, depth: int, drafts: Sequence[int] | None = None, sure: list[Any] | None = None
+) -> Tensor:
     """Return the logits ``[K, V]`` of a chain of drafts after features ``[1, T]`` and the root; -inf: never drafted.
 
-    Each draft follows those of ``drafts`` before it (None: the likeliest ones).
+    Each draft follows those of ``drafts`` before it (None: the likeliest ones). ``sure``: takes what `Drafter.confidence` gives for each.
     """
     state = drafter.reserve(drafter.begin(features), features.tokens_BT.shape[1] + 1 + 2 * depth)
     zero_11, token, logits, at_once = torch.zeros_like(features.tokens_BT[:, :1]), root, list[Tensor](), drafter.all_depths_at_once
@@ -274,7 +274,10 @@ def draft_logits(drafter: Drafter, features: Features, root: int, depth: int, dr
         token_11 = torch.full_like(zero_11, token)
         if k == 0 or not at_once:
             hidden, state = drafter.step(state, token_11, zero_11, k)
-        logits_DV = drafter.readout(hidden[:, k : k + 1] if at_once else hidden, k, token_11)[0, 0].float()
+        hidden_11D = hidden[:, k : k + 1] if at_once else hidden
+        logits_DV = drafter.readout(hidden_11D, k, token_11)[0, 0].float()
+        if sure is not None:
+            sure.append(drafter.confidence(hidden_11D, token_11))
         whole_V = logits_DV.new_full((drafter.backbone.vocab,), -torch.inf)
         logits.append(logits_DV if drafter.vocabulary is None else whole_V.scatter(0, drafter.vocabulary, logits_DV))
         token = int(logits[-1].argmax()) if drafts is None else drafts[k]

@@ -20,6 +20,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
 from headstart.heads.draft_model import DraftModel, load_draft_model
+from headstart.heads.methods import build_drafter
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
@@ -221,3 +222,10 @@ def test_layers_may_lie_deeper_in_the_model() -> None:
         return_dict_in_generate=True,
     )
     assert out.tau == 5 and len(on.layers) == 4
+
+
+def test_a_decoder_whose_layers_are_counted_otherwise_is_not_pruned() -> None:
+    sizes = {"d_model": 32, "encoder_layers": 4, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    on = Backbone(build("Bart", sizes | {"is_decoder": True, "is_encoder_decoder": False}), trees=False)
+    with pytest.raises(UserError, match="BartForCausalLM cannot be pruned: weight .* has no counterpart of its shape; give a smaller model"):
+        build_drafter("draft_model", on, {"layers": 2})

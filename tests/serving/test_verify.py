@@ -40,8 +40,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("house")
     tiny("llama").save_pretrained(root / "backbone")
     backbone = load_backbone(str(root / "backbone"))
-    for kind, arguments in {"eagle3": {"draft_vocab_size": 23, "depth": 3}, "eagle": {}, "block": {"depth": 3, "layers": 2}}.items():
-        drafter = random_drafter(kind, backbone, **arguments)
+    for kind, arguments in {"eagle3": {"draft_vocab_size": 23, "depth": 3}, "eagle": {}, "block": {"depth": 3, "layers": 2},
+                            "dspark": {"depth": 3, "layers": 1, "correction_rank": 4, "confidence": True}}.items():  # fmt: skip
+        drafter = random_drafter(kind.replace("dspark", "block"), backbone, **arguments)
         if isinstance(drafter, OwnReadoutDrafter):
             drafter.use_vocabulary(torch.arange(VOCAB)[1::2][:23])
         drafter.save_pretrained(root / kind)
@@ -134,6 +135,8 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ("eagle3", lambda _, of: of.pop("midlayer.hidden_norm.weight"), "lacks the tensor midlayer.hidden_norm.weight"),
     ("eagle3", lambda _, tensors: tensors["norm.weight"][3].fill_(torch.nan), "leaves weight norm.weight of Eagle3 not a number"),
     ("eagle3", lambda config, _: config.update(norm_output=False), "config: norm_output is False, of the original heads True"),
+    ("dspark", lambda _, of: of["confidence_head.proj.bias"].add_(1), "tensor confidence_head.proj.bias is not as in the original"),
+    ("dspark", lambda config, _: config.update(enable_confidence_head=False), "config: "),
     ("eagle3", gone, "tensor lm_head.weight is not as in the original heads"),
 ]
 """Kind, damage, and what `headstart verify` says of it."""
