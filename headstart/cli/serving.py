@@ -57,8 +57,8 @@ def quantize(args: argparse.Namespace) -> int:
     quiet()
     name = backbone_name(args.backbone, [args.heads])
     require_sizes(args.heads, name, trust_remote_code=args.trust_remote_code)
-    variables = chat_settings_of([args.heads], args.template_arg, ()).variables
-    wishes = Wishes(None, None, args.prompts, args.max_new_tokens, args.trust_remote_code, variables, args.limit)
+    chat = chat_settings_of([args.heads], args.template_arg, ())
+    wishes = Wishes(None, None, args.prompts, args.max_new_tokens, args.trust_remote_code, chat, args.limit)
     report = rounding(args.heads, args.out, lambda: backbone_of(name, args), wishes)
     write_json(args.json, report)
     was, now = report["before"]["tau"], report["after"]["tau"]
@@ -131,8 +131,8 @@ def import_heads(args: argparse.Namespace) -> int:
     from headstart.serving import reading as importer
 
     quiet()
-    variables = chat_settings_of([], args.template_arg, ()).variables
-    wishes = importer.Wishes(args.counting, args.depth, args.prompts, args.max_new_tokens, args.trust_remote_code, variables)
+    chat = chat_settings_of([], args.template_arg, ())
+    wishes = importer.Wishes(args.counting, args.depth, args.prompts, args.max_new_tokens, args.trust_remote_code, chat)
     report = importer.import_heads(args.heads, args.backbone, args.out, lambda: backbone_of(args.backbone, args), wishes)
     write_json(args.json, report)
     print(f"{args.heads}: {report['layout']}, as {report['kind']} heads of {report['backbone']}")
@@ -242,5 +242,5 @@ def _subject(args: argparse.Namespace, name: str, heads: str | None) -> tuple[Ba
         found = [prompt.ids_T for file in args.prompts for prompt in read_prompts(Path(file), prompter, args.limit)]
         where = f"{len(found)} prompts of {', '.join(args.prompts)}"
     else:
-        found, where = prompts_for(backbone, Wishes(template_kwargs=settings.variables))
+        found, where = prompts_for(backbone, Wishes(chat=settings))
     return backbone, [ids_T[-room:].tolist() for ids_T in found], where

@@ -225,7 +225,7 @@ def reference(drafter: Drafter) -> list[dict[str, Any]]:
     """Return drafts after some places of the text, with their logits, as data. A drafter in fp32."""
     found = []
     for place in PLACES:
-        logits_KV = draft_logits(drafter, *_text(drafter, place), min(drafter.depth, DEPTH), sure=(sure := []))
+        logits_KV = draft_logits(drafter, *_text(drafter, place), min(drafter.depth, DEPTH), sure=(sure := list[Any]()))
         drafts = logits_KV.argmax(-1).tolist()
         figures = [[float(f"{x:.7g}") for x in _figures(*drafted)] for drafted in zip(logits_KV, drafts, sure, strict=True)]
         found.append({"place": place, "drafts": drafts, "logits": figures})
@@ -239,7 +239,7 @@ def agreement(drafter: Drafter, expected: Sequence[dict[str, Any]]) -> Agreement
     for text in expected:
         if drafter.max_depth is not None and drafter.max_depth < len(text["drafts"]):
             continue
-        logits_KV = draft_logits(drafter, *_text(drafter, text["place"]), len(text["drafts"]), text["drafts"], sure := [])
+        logits_KV = draft_logits(drafter, *_text(drafter, text["place"]), len(text["drafts"]), text["drafts"], sure := list[Any]())
         equal += sum(are_picks(logits_KV, text["drafts"]))
         for logits_V, token, odds, figures in zip(logits_KV, text["drafts"], sure, text["logits"], strict=True):
             largest, own = float(logits_V[logits_V.isfinite()].abs().max()), [*_figures(logits_V, token, odds), math.inf]

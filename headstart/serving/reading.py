@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -182,8 +182,8 @@ class Wishes:
     prompts: str | None = None
     new_tokens: int = 48
     trust_remote_code: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, for the prompts and kept with the heads."""
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    """For the prompts; the variables are kept with the heads."""
     most_prompts: int = PROMPTS
     """Of the file, its first ones."""
 
@@ -221,7 +221,7 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
         "readings": [{"choice": reading.choice, **figures} for figures, reading, _ in found],
         "files": {file.name: file_hash(file) for file in sorted(set(files.homes.values()))},
     }
-    chat: dict[str, Any] = {"template": None, "template_kwargs": dict(wishes.template_kwargs), "eos_token_id": []}
+    chat: dict[str, Any] = {"template": None, "template_kwargs": dict(wishes.chat.variables), "eos_token_id": []}
     with atomic(out, folder=True) as folder:
         drafter.to(dtype=stored_dtype(best)).save_pretrained(folder, {"imported": report, "chat": chat})
     of_run = {"backbone": backbone.name, "verdict": verdict(report["readings"]), "recipe": recipe_overrides(best.kind, drafter, out)}
@@ -269,7 +269,7 @@ def prompts_for(backbone: Backbone, wishes: Wishes) -> tuple[list[Tensor], str]:
     if file is None:
         texts = written(backbone)
         return texts, f"{len(texts)} texts that the backbone wrote itself"
-    settings = ChatSettings(variables=wishes.template_kwargs, ends=end_tokens(backbone.model.generation_config))
+    settings = replace(wishes.chat, ends=end_tokens(backbone.model.generation_config))
     prompter = Prompter(load_tokenizer(backbone.name, trust_remote_code=wishes.trust_remote_code), settings=settings)
     found = [prompt.ids_T for prompt in read_prompts(file, prompter, wishes.most_prompts)]
     return found, f"{len(found)} prompts of {Path(file).name}"

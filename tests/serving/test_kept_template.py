@@ -84,6 +84,14 @@ def test_chat_goes_on_with_it(trained: Path, stdin: Any, monkeypatch: pytest.Mon
     assert asked[0] == f"{OPENED}merry\n" and asked[1].startswith("<|im_start|>the user\nHi<|im_end|>\n<|im_start|>the assistant\n")
 
 
+def test_heads_are_rounded_by_prompts_of_it(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    converse = Prompter.converse
+    asked = watched(monkeypatch, Prompter, "converse", lambda self, *what: self.tokenizer.decode(converse(self, *what)))
+    prompts = ["--prompts", str(trained / "prompts.jsonl"), "--max-new-tokens", "3"]
+    main(["quantize", str(trained / "out"), "--out", str(tmp_path / "out"), *prompts])
+    assert asked and all(text.endswith("assistant\nmerry\n") for text in asked)
+
+
 def test_load_makes_prompts_with_it(trained: Path) -> None:
     model, tokenizer = load_backbone(str(trained / "model"), dtype="fp32").model, load_tokenizer(str(trained / "model"))
     with pytest.warns(UserWarning, match="another chat template than this tokenizer's; make prompts with .* heads.chat.prompt"):
