@@ -185,11 +185,11 @@ def _set_implied(config: PretrainedConfig, file: GgufFile) -> None:
     for suffix, attribute in BIASES.items():
         if attribute in known and any(tensor.endswith(suffix) for tensor in file.header.tensors):
             setattr(config, attribute, True)
-    windowed = file.header.metadata.get(f"{file.architecture}.attention.sliding_window")
+    windowed, gemma = file.header.metadata.get(f"{file.architecture}.attention.sliding_window"), file.architecture.startswith("gemma")
     if not windowed and file.architecture == "gemma3":
         config.layer_types, config.sliding_window = ["full_attention"] * config.num_hidden_layers, config.max_position_embeddings
-    elif not windowed and known.get("sliding_window") and not file.architecture.startswith("gemma"):
-        config.sliding_window = None  # Mistral's default, which llama.cpp does not have
+    elif known.get("sliding_window") is not None and (windowed == 0 or not (windowed or gemma)):
+        config.sliding_window = config.max_position_embeddings if gemma else None  # Mistral's default, which llama.cpp does not have
     if file.architecture in LARGE:
         share = known["hidden_size"] // known["num_attention_heads"]
         config.query_pre_attn_scalar = share if config.num_hidden_layers == LARGE[file.architecture] else config.head_dim

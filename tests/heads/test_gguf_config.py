@@ -69,6 +69,8 @@ BARE = {"attention.head_count_kv": None}
         ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_feed_forward_length": 24}, {"moe_intermediate_size": 24, "num_experts": 8}),
         ("gpt2", NORM | {"attention.head_count_kv": 4}, {"max_position_embeddings": 4096}),
         ("mistral", RMS | BASE, {"sliding_window": False}),
+        ("mistral", RMS | BASE | {"attention.sliding_window": 0}, {"sliding_window": False}),
+        ("gemma2", RMS | WIDE | {"attention.sliding_window": 0}, {"sliding_window": 4096}),
         ("qwen3moe", RMS | WIDE | USED | {"expert_count": 8, "expert_weights_norm": False}, {"norm_topk_prob": False}),
         ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_weights_norm": True, "expert_gating_func": 1}, {"norm_topk_prob": True}),
         ("llama", RMS | {"rope.scaling.factor": 4.0}, {"factor": 4.0}),
