@@ -186,6 +186,10 @@ class Layer:
         self.own = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
         self.own.__kwdefaults__ = own.__kwdefaults__
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or a pickle, has functions of its own."""
+        return Layer, (self.module, self.place)
+
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Run the module's forward without cache and mask; the branch has the previous states and the tree's structure."""
         return self.own(self.module, hidden_states)

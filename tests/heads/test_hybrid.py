@@ -3,7 +3,9 @@
 Shape suffixes: L layers, B batch, H heads, N tree nodes, K key width, V value width (vocabulary for logits), C channels.
 """
 
+import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -165,3 +167,10 @@ def test_in_bf16_a_tree_is_close_to_its_paths() -> None:
     assert logits_BNV.dtype == torch.bfloat16 and (logits_BNV[0, 8] - expected).abs().max() < 0.15 * expected.abs().max()
     cache.keep([lines(tree, 0, 8)], added)
     assert {one.dtype for one in list_tensors(cache.states)} == {torch.float64, torch.bfloat16}
+
+
+def test_a_copy_reads_with_layers_of_its_own() -> None:
+    heads = SpeculativeModel(hybrid("qwen3_5"), random_drafter("medusa", hybrid("qwen3_5")), capture="off")
+    row = left_padded(prompts((9,)))
+    for other in (copy.deepcopy(heads), pickle.loads(pickle.dumps(heads))):
+        assert torch.equal(say(other, row, max_new_tokens=8), say(heads, row, max_new_tokens=8))
