@@ -126,7 +126,7 @@ class Prompter:
         value, images = row[column], row.get("images") or row.get("image")
         if isinstance(images, str | list | dict) and images and not (self.with_images and column != "text"):
             raise UserError("the row has images: give --images to ask a question with them, or leave the column out")
-        if column in ("messages", "conversations"):
+        if column in ("messages", "conversations") or (column == "text" and looks_like_turns(value)):
             messages, tools = read_conversation(row, column, column, images=self.with_images)
             answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
             learned = [i for i in answers if i and is_learned(messages[i])]

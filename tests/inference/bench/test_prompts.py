@@ -52,7 +52,7 @@ def test_rows_ask_what_training_asks(tmp_path):
         {"prompt": talk[:3], "completion": "Four."}, {"prompt": json.dumps(talk[:3]), "completion": "Four."},
         {"question": talk[:3], "answer": talk[3:]}, {"prompt": "One?", "completion": "Two."} | tools,
         {"prompt": talk[:3], "completion": "Four."} | tools, {"messages": [*talk, talk[0], talk[1] | {"weight": 0}]},
-        {"messages": talk[:3]}, {"messages": result},
+        {"messages": talk[:3]}, {"messages": result}, {"text": talk}, {"text": json.dumps(talk)},
     ]  # fmt: skip
     tokenizer = make_tokenizer(template, special="<|im_start|> <|im_end|>")
     for row in rows:
