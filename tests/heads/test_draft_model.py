@@ -93,6 +93,35 @@ def news(all_BT: Tensor, starts: list[int], counts: list[int]) -> Features:
     return Features(all_BT.gather(1, places_BT).where(there_BT, 7), hidden_BTD, document_BT=torch.where(there_BT, 0, -1))
 
 
+def said_after(model: PreTrainedModel, text_T: Tensor) -> Tensor:
+    return model(text_T[None]).logits[0, -1]
+
+
+@each_family
+def test_a_tree_is_its_paths_behind_ragged_rows_read_in_pieces(family: str) -> None:
+    """Deeper than the sliding window; some rows add no token; one row leaves and one joins."""
+    drafter, all_BT, N = DraftModel.of(backbone(family), near(family), depth=7), texts(4, 90, seed=4), 4
+    state = drafter.begin(news(all_BT, [0] * 3, [60, 9, 1]))
+    state = drafter.begin(news(all_BT, [60, 9, 1], [4, 0, 2]), drafter.reserve(state, 70))
+    state = drafter.begin(news(all_BT, [64, 9, 3], [1, 5, 0]), drafter.reserve(state, 70))
+    state = drafter.select(state, torch.tensor([2, 0]))
+    state = drafter.join(state, drafter.begin(news(all_BT[3:], [0], [12])))
+    state = drafter.begin(news(all_BT[[2, 0, 3]], [3, 65, 12], [2, 0, 3]), drafter.reserve(state, 70))
+    past = [all_BT[2, :5], all_BT[0, :65], all_BT[3, :15]]
+    state, make = drafter.reserve(state, 65 + 1 + 7 * N), torch.Generator().manual_seed(3)
+    tokens_BN, parents_BN = texts(3, 1, seed=8), torch.zeros(3, 1, dtype=torch.int64)
+    paths = [[torch.cat([text, root])] for text, root in zip(past, tokens_BN, strict=True)]
+    for k in range(7):
+        hidden_BND, state = drafter.step(state, tokens_BN, parents_BN, k)
+        logits_BNV = drafter.readout(hidden_BND, k)
+        for b, row in enumerate(paths):
+            for n, path in enumerate(row):
+                torch.testing.assert_close(logits_BNV[b, n], said_after(near(family), path), **CLOSE)
+        parents_BN = torch.randint(tokens_BN.shape[1], (3, N), generator=make)
+        tokens_BN = torch.randint(VOCAB, (3, N), generator=make)
+        paths = [[torch.cat([paths[b][int(parents_BN[b, n])], tokens_BN[b, n, None]]) for n in range(N)] for b in range(3)]
+
+
 def test_a_paused_draft_model_reads_all_it_missed() -> None:
     """Rows that accepted alternately: padding reaches far past the slots."""
     on, all_BT, ends = backbone("llama"), texts(2, 220), [10, 10]
@@ -106,7 +135,7 @@ def test_a_paused_draft_model_reads_all_it_missed() -> None:
     hidden_B1D, _ = drafter.step(state, texts(2, 1, seed=5), torch.zeros(2, 1, dtype=torch.int64), 0)
     for b, root in enumerate(texts(2, 1, seed=5)):
         text_T = torch.cat([all_BT[b, : ends[b]], root])
-        torch.testing.assert_close(drafter.readout(hidden_B1D, 0)[b, 0], on.model(text_T[None]).logits[0, -1], **CLOSE)
+        torch.testing.assert_close(drafter.readout(hidden_B1D, 0)[b, 0], said_after(on.model, text_T), **CLOSE)
 
 
 def test_a_long_text_may_join_right_after_one_that_ended_at_once() -> None:

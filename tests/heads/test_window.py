@@ -14,13 +14,16 @@ from errors import error_of, refuses
 from families import VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
 from test_contract import CLOSE
 from torch import Tensor
+from transformers import LlamaConfig
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.layers import draft_cache as node_slots
-from headstart.heads.layers.draft_cache import DraftCache, past_mask
+from headstart.heads.layers.cached_layers import CachedLayer
+from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
+from headstart.heads.layers.draft_cache import DraftCache, NodeSlots, past_mask
 from headstart.heads.layers.rows import STEP
 from headstart.inference.contract import chain, part, ragged
 from headstart.inference.engine.tree import TreeShape
@@ -199,3 +202,66 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("medusa", limits[:2], "Medusa has no KV cache"),
     ):
         assert said in error_of(capsys, "generate", "--heads", tmp_path / heads, "def f(x):", *more)
+
+
+LENGTHS = (6, 1, 9)
+CONFIG = LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+
+
+def test_hidden_nodes_are_not_attended_to_from_below() -> None:
+    one = torch.zeros(len(LENGTHS), 1, dtype=torch.int64)
+    cache = replace(DraftCache.empty(torch.zeros(len(LENGTHS)), (2, 24, 4), Rotary(CONFIG), None, False), lengths_B=torch.tensor(LENGTHS))
+    hidden_B = torch.tensor([True, False, True])
+    root = NodeSlots.below(cache, None, one, 0, None)
+    child = NodeSlots.below(cache, root.hidden(hidden_B), one, 1, None)
+
+    def sees(nodes: NodeSlots, slots_BN: Tensor) -> list[bool]:
+        return (nodes.mask_BNS.gather(2, slots_BN[..., None]) == 0).flatten().tolist()
+
+    assert sees(root, root.slots_BN) == [True] * 3 and sees(child, child.slots_BN) == [True] * 3
+    assert sees(child, root.slots_BN) == [False, True, False]
+    assert (child.mask_BNS == 0).sum(-1).flatten().tolist() == [6 + 1, 1 + 2, 9 + 1]
+
+
+# A decoder layer with its cache gives, at new positions, what causal attention gives.
+
+
+@pytest.fixture
+def cached() -> CachedLayer:
+    torch.manual_seed(0)
+    return CachedLayer(DecoderLayer(CONFIG).requires_grad_(False), Rotary(CONFIG))
+
+
+@pytest.mark.parametrize("pieces", [(9,), (4, 5), (1,) * 9])
+@pytest.mark.parametrize("window", [None, 8, 3])
+def test_new_positions_attend_to_the_kept_ones_before_them(cached: CachedLayer, pieces: tuple[int, ...], window: int | None) -> None:
+    """The outputs at new positions are the causal layer's; with a short window, over the positions that it keeps at the end of a piece."""
+    cached.limit(window, sink=2)
+    state_BTD, start = torch.randn(len(LENGTHS), max(LENGTHS), CONFIG.hidden_size), 0
+    lengths_B = torch.tensor(LENGTHS)
+    cache = cached.empty(torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64)).reserve(max(LENGTHS) + 4)
+    for count in pieces:
+        counts_B = (lengths_B - start).clamp(min=0, max=count)
+        offsets_BT = cached.kept_offsets(cache, count, counts_B)
+        places_BT = start + offsets_BT
+        piece_BTD = state_BTD[torch.arange(len(LENGTHS))[:, None], places_BT.clamp(max=max(LENGTHS) - 1)]
+        x_BTX = cached.layer.inputs(piece_BTD)
+        cache = cached.extend(cache, x_BTX, offsets_BT, counts_B)
+        output_BTD = cached.attend_new(cache, x_BTX, piece_BTD, offsets_BT, counts_B)
+        assert output_BTD.isfinite().all()
+        for b, t in ((b, t) for b in range(len(LENGTHS)) for t in range(places_BT.shape[1]) if offsets_BT[b, t] < counts_B[b]):
+            place, end = int(places_BT[b, t]), start + int(counts_B[b])
+            kept = [p for p in range(place + 1) if window is None or p < 2 or p >= end - window]
+            if place in kept:
+                torch.testing.assert_close(output_BTD[b, t], alone(cached, state_BTD[b], kept))
+        start += count
+
+
+def alone(cached: CachedLayer, state_TD: Tensor, kept: list[int]) -> Tensor:
+    """The output at the last of these positions of one sequence, attending to all of them."""
+    cos, sin = cached.rotary.table(len(state_TD), state_TD.device)
+    rotation = cos[kept][None, None], sin[kept][None, None]
+    x_1TD = cached.layer.inputs(state_TD[None, kept])
+    mask_1TT = torch.ones(1, len(kept), len(kept), dtype=torch.bool)
+    query, *past = cached.layer.self_attn.project(x_1TD, rotation)
+    return cached.layer.attend(query, state_TD[None, kept], x_1TD, tuple(past), mask_1TT)[0, -1]

@@ -59,18 +59,6 @@ def test_the_text_is_that_of_transformers_in_fewer_passes(name: str) -> None:
     assert say(heads, {"input_ids": rows[0][None]}, max_new_tokens=LENGTH, do_sample=False, speculate=False)[0].tolist() == truths[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_copied_cache_stays_as_it_was(name: str) -> None:
-    on, tokens = backbone(name), torch.arange(1, 31)[None]
-    reader = ChainReader(on, (), Capturer("off", on.device))
-    with on.evaluation():
-        _, cache = reader.prompts(tokens[:, :20], torch.tensor([20]))
-        kept = copied(cache.rows[0].cache)
-        first = on.read(tokens[:, 20:24], cache.rows[0].cache).hidden_BTD
-        again = on.read(tokens[:, 20:24], kept).hidden_BTD
-    torch.testing.assert_close(first, again, atol=1e-5, rtol=1e-5)
-
-
 def test_what_was_accepted_in_part_is_read_again_up_to_a_limit() -> None:
     """Tokens pend, at most `MOST_PENDING`, where there are states; keys and values are cut at once. Logits are those of one pass."""
     text = [*range(1, 40)]

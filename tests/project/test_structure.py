@@ -12,7 +12,7 @@ from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, siz
 
 LIMITS = {"files": 210, "lines": 37_674, "lines of code": 26_711}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_549, "lines of code": 1_877}
-TEST_LIMITS = {"lines": 35_678, "setattr": 59, "setattr of a private name": 0}
+TEST_LIMITS = {"lines": 35_255, "setattr": 57, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small
 files were joined to the stories that used them, and 38,377 lines of tests.
 Of 1,500 lines for every model, chains (`Backbone.no_trees`) took 258, the sweep over every class of transformers 17 and 431 of tests;

@@ -179,11 +179,11 @@ def test_files_of_patterns_folders_and_datasets_count_by_what_they_hold(
     for count in (10, 12):
         datasets.Dataset.from_list([{"messages": TALK}] * count).save_to_disk(str(tmp_path / "saved"))
         assert not load(str(tmp_path / "saved")).kept and load(str(tmp_path / "saved")).kept
-    table = datasets.Dataset.from_list([{"messages": TALK}] * 20)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
-    assert not load("someone/corpus").kept and load("someone/corpus").kept
-    table = table.select(range(15))
-    assert not load("someone/corpus").kept
+    (tmp_path / "someone" / "corpus").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for count in (20, 15):
+        write(tmp_path / "someone" / "corpus" / "rows.jsonl", count)
+        assert not load("someone/corpus").kept and load("someone/corpus").kept
 
 
 def flipped(file: Path) -> None:

@@ -12,7 +12,7 @@ from chat_templates import read_rows as rows_of
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.support.files import locked
 from headstart.training.recipe.recipe import Data
-from headstart.training.regenerate.items import Conversation, read_items
+from headstart.training.regenerate.items import Conversation, Response, read_items
 from headstart.training.regenerate.partial import PartialFile
 
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=24")
@@ -190,3 +190,5 @@ def test_seeds_follow_what_a_row_holds() -> None:
     assert len(set(seeds[0])) == 3 and set(seeds[0]) == set(seeds[1]) and seeds[0][1] == seeds[1][1]
     assert seeds[0] != [one.seed(1) for one in here] and all(0 <= seed < 1 << 63 for seed in seeds[0])
     assert isinstance(here[0], Conversation) and here[0].pending
+    here[0].add_response(Response({"role": "assistant", "content": "b"}, 2))
+    assert here[0].seed(0) not in seeds[0], "each turn has its own"
