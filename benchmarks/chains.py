@@ -8,8 +8,6 @@ temperature seconds with and without drafts and of transformers' `generate` (gre
 milliseconds of passes of one and of four tokens, with chunks of Mamba-2 as in the configuration and as decoding sets them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -7,8 +7,6 @@ Prints JSON: for each model and kind of head what `headstart plan` finds by untr
 drafting and of verifying chains by their depth, the acceptance from which on they pay, and what 40, 60 and 80 % bring.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

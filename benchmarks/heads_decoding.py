@@ -1,7 +1,5 @@
 """How benchmarks/heads.py decodes with trained heads: all prompts at once for acceptance, one by one for speed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

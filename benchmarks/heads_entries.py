@@ -1,7 +1,5 @@
 """What benchmarks/heads.py compares: kinds of heads with their recipes, changed so that all share data and sizes."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from pathlib import Path

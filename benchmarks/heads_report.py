@@ -1,7 +1,5 @@
 """The results of benchmarks/heads.py: means over seeds, a Markdown table and a chart."""
 
-from __future__ import annotations
-
 import io
 import math
 import statistics

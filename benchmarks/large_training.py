@@ -9,8 +9,6 @@ backbone's forward pass; drafter: its forward pass; objective: readouts, diverge
 the objective's time relative to the same matrix products alone, and the peak memory; or that it is out of memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

@@ -17,8 +17,6 @@ that of the same engine without drafts, and that of Headstart without drafts; th
 in which the other engines are further baselines; --html a page of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The loop of a driver for benchmarks/peers.py (see peers_engines.py), by the standard library alone, in an engine's environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Further keys of the job: ``heads`` (the folder of EAGLE-3 heads as `headstart ex
 drafted in a pass) and ``dtype``. Sampled rows have selectors of their own, so they are decoded one after the other.
 """
 
-from __future__ import annotations
-
 import runpy
 import time
 from collections.abc import Callable

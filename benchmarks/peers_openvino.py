@@ -4,8 +4,6 @@ Further keys of the job: ``heads`` (the folder of converted heads; null: none), 
 or bf16, in which it computes). It takes one prompt at a time and is greedy. Of accepted drafts it says how many there were, not how deep.
 """
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ speculative configuration; null: none), ``dtype``, ``rows`` (the most sequences 
 compiles nothing). The engine runs in this process, so that it has these threads and no more.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 from pathlib import Path

@@ -8,8 +8,6 @@ The sizes given here are SmolLM2-135M's. With --four-bits the layers, all but th
 take turns; of each the median counts. GB/s are bytes of weights over seconds. Run it on an otherwise idle machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

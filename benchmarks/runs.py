@@ -1,7 +1,5 @@
 """What benchmarks that train share: a file of results that grows line by line, and a training run without evaluations."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -11,8 +11,6 @@ more of them are kept than in the second fifth, the run is too short to tell (``
 text differs, memory grows or something is left.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import statistics

@@ -8,8 +8,6 @@ Prints JSON for each way: tokens per second, milliseconds per step spent on feat
 way. Times are medians over the steps; the ways alternate step by step in one process, on the same rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

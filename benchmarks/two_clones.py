@@ -6,8 +6,6 @@ compiled). The clones alternate in separate processes. Prints JSON: tokens per s
 NEW / OLD of paired runs, whether the outputs are the same, and tau of each. Run it on an otherwise idle machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

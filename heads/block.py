@@ -12,8 +12,6 @@ that a block has as many elements as depths; in the others element i+1 does. All
 Shape suffixes: B batch, T positions, M anchors, N elements of a block or tree nodes, K depth, D width, G size of the GRU's state.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 

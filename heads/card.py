@@ -10,8 +10,6 @@ custom_generate/        code for transformers' `custom_generate`; loading heads 
 The classes of `Form` are that of the metadata, for what is read of it; further keys are free.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Load the checkpoints of drafters (card.py), and compare the backbones that they were trained on and are loaded on."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -10,8 +10,6 @@ root and to the masks before it. It is trained at sampled anchors, so that few m
 Shape suffixes: B batch, T positions, N tree nodes, M anchors, R anchors of a row, X masks of a row, K depth, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -11,8 +11,6 @@ paper's; more train on the head's own states. Names are as vLLM and SGLang expec
 Shape suffixes: B batch, T positions, D width, N tree nodes.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

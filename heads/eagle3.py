@@ -11,8 +11,6 @@ trained by speculators, which vLLM alone loads.
 Shape suffixes: B batch, T positions, D width, X taps concatenated.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any

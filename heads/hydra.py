@@ -13,8 +13,6 @@ embeddings scaled to unit size. In a checkpoint the scale is part of the weights
 Shape suffixes: B batch, T positions, D width, X width of a head's input, N tree nodes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

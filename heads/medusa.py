@@ -6,8 +6,6 @@ the output layers as the backbone's, so an untrained head gives the backbone's n
 Shape suffixes: B batch, T positions, D width, N tree nodes, K depth, X input width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

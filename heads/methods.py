@@ -1,7 +1,5 @@
 """Find drafter classes by kind, and construct drafters without weights or newly initialised."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

@@ -12,8 +12,6 @@ but for the first projection).
 Shape suffixes: B batch, T positions, D width, I inner width, N tree nodes, K depths.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@ weights are stored less one.
 Shape suffixes: B batch, T positions, D width, K modules, N tree nodes, H heads, C head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal

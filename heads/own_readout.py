@@ -8,8 +8,6 @@ value decomposition of the weights alone, as which EAGLE-4's starts, takes all d
 Shape suffixes: B batch, T positions, D width, V backbone vocabulary, DV draft vocabulary, R rank, C candidates.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from abc import abstractmethod

@@ -10,8 +10,6 @@ Names are those of EAGLE-3 and ``mask_hidden``, as vLLM expects. Heads trained b
 Shape suffixes: B batch, T positions, M anchors, N masks, K depth, D width, X taps concatenated, C head width.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any
 

@@ -8,8 +8,6 @@ Training moves the rows of the output layers mostly alike, so that a row as it w
 with 980 such rows among 8,192 got 5 % of first drafts right. Rows of new tokens are moved by the affine map that fits the others best.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass

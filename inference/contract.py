@@ -5,8 +5,6 @@ A check takes a drafter with random weights and raises `Broken`, which says what
 Shape suffixes: B batch, T positions, D width, N tree nodes, V vocabulary, K depth.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace

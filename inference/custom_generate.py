@@ -3,8 +3,6 @@
 What is kept belongs to a twin, a module of the same parts as the model, so that it goes when the model goes and leaves nothing on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ early exit predict poorly before their last layers.
 Shape suffixes: B batch, N tree nodes, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

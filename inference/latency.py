@@ -4,8 +4,6 @@ What was not timed is estimated by other sizes and numbers of rows. Where nothin
 plain ones. Captured passes are faster than eager ones, so their costs are kept separately. All times are in seconds.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence

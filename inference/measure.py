@@ -4,8 +4,6 @@ Only the given settings are used: sampling defaults in a model's generation_conf
 temperature sample the same distribution. Shape suffixes: B batch, T positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

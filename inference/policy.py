@@ -6,8 +6,6 @@ least: it has `TRIAL_SHARE` of the decoding time to lose. Statistics are kept fr
 V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ headstart.show(out, tokenizer)          # the text
 headstart.show(out, tokenizer).tree()   # the tree of the pass that wrote most
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate

@@ -8,8 +8,6 @@ recipes/models.yaml lists the models. A recipe is for one GPU of 80 GB, or for e
 costly to compute is kept in recipes/figures.json: what the rules look at in each model, and what makes a recipe fit.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -7,8 +7,6 @@ Held-out prompts are decoded, for the mean acceptance length (tau) and acceptanc
 Shape suffix: T positions.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing

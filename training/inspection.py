@@ -6,8 +6,6 @@ only its configuration (`plan.fake_model`). Of a checkpoint, without loading it 
 Shape suffixes: V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

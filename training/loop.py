@@ -5,8 +5,6 @@ all processes and micro-batches, so that every micro-batch has the same divisor.
 since data parallelism averages gradients.
 """
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """Set up a training run from a recipe; cheap checks come first."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """mkdocs hooks: the README as the first page, pages that lie outside docs/, and links that lead out of the site."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@
 Of all passes over the quickstart's held-out prompts it takes the one that accepts most drafts (of those, the first).
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from html import escape

@@ -8,8 +8,6 @@ largest of its block, and how far it moves many of them is known: this tells a m
 one that was trained further by more than the rounding hides.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

@@ -6,8 +6,6 @@ NEEDED, `_defaults` and LARGE are facts of llama.cpp (src/llama-arch.cpp, `load_
 llama-cpp-python 0.3.36), beside the names that transformers' configurations give to the same.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -8,8 +8,6 @@ bytes and of SentencePiece are built here. RULES, WHOLE_WORDS and BEGINS are fac
 0.3.36), in the words of the original tokenizers where it quotes them. tests/oracles/llama_ids.py asks llama.cpp.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Container, Iterator
 from dataclasses import dataclass

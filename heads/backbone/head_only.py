@@ -7,8 +7,6 @@ as one of the backbone's layers read that layer's weights in the same way and ke
 Shape suffixes: B batch, T positions, D width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ undone after a pass or a call: evaluation mode, outputs collected or nudged, lay
 Recomputed layers (gradient checkpointing) keep their inputs alone, and compute their activations again in the backward.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress

@@ -5,8 +5,6 @@ Decoding is lossless with respect to the model in its dtype, 8 and 4 bits includ
 quantizes on loading.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

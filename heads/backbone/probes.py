@@ -1,8 +1,6 @@
 """Checks of a model: where its layers are and what they may attend to, and test passes that show whether it follows tree masks and how it
 makes its logits; later, that it is still the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial

@@ -3,8 +3,6 @@
 Shape suffixes: V vocabulary, D width.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping, Sequence

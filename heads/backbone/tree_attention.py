@@ -12,8 +12,6 @@ Shape suffixes: B batch, H query heads, G key heads, R query heads of a key head
 keys of a block, Y blocks, C head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar

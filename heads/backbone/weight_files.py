@@ -8,8 +8,6 @@ first in the low bits, and an FP8 factor for each 16 of them, and one for all: `
 Among them are those of multi-token prediction (MTP), which `transformers` leaves out when it loads the model.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

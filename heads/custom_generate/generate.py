@@ -5,8 +5,6 @@
 It takes the arguments of ``generate`` and Headstart's own: ``tree``, ``seed``, ``speculate``, ``batch_size``, ``allow_finetuned``.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -8,8 +8,6 @@ Shape suffixes: B rows, T positions, M blocks, A blocks per row (padded), N elem
 S keys, K blocks of a chunk.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ mixes each element with the one before it, around attention and the feed-forward
 Shape suffixes: M blocks, N elements of a block or tree nodes, D width, V vocabulary, K candidates, R rank.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

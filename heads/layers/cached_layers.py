@@ -6,8 +6,6 @@ one `CachedLayer` per layer, or a `CachedStack` of consecutive ones, and keeps t
 Shape suffixes: B batch, T new positions, N nodes, S slots, D width, X width of the attention's input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

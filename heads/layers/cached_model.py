@@ -6,8 +6,6 @@ draft, which processes them and the root in one forward pass.
 Shape suffixes: B batch, T positions, N nodes of this pass, M nodes so far (the N included), K root and masks, S slots, D width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

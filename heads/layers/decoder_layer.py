@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, M blocks, N nodes or elements of a block, S keys, D width, H heads, C head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ host and branch on shapes only, so that they can be captured.
 Shape suffixes: L layers, B batch, H heads, N nodes written, P positions moved, S slots, D head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Self

@@ -6,8 +6,6 @@ have start values of their own.
 Shape suffixes: T positions, D width, X width of all taps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -5,8 +5,6 @@ past otherwise than the model wrote it: without its thoughts, without what the g
 text is put together from the message and what the template writes before and after it.
 """
 
-from __future__ import annotations
-
 import os.path
 import re
 from collections.abc import Callable, Sequence, Set

@@ -1,7 +1,5 @@
 """Read conversations in the formats of data files, as JSON text of tables too, and choose which part of a plain text is the prompt."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

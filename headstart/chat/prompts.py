@@ -6,8 +6,6 @@ The format of a row is recognised by its keys: Spec-Bench and MT-bench (`questio
 Shape suffix: T positions.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

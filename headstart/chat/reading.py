@@ -4,8 +4,6 @@ A template is rendered with marks in place of what a message may hold; what stan
 message found so counts only if the template writes it as exactly the answer's text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Commands import no libraries before they run, so that ``--help`` is fast.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``headstart generate`` and ``headstart chat``; libraries are imported when one runs."""
 
-from __future__ import annotations
-
 import argparse
 import secrets
 import sys

@@ -1,7 +1,5 @@
 """What the commands that decode share: tokenizer, backbone, heads and settings as a command's arguments say."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys

@@ -13,8 +13,6 @@ when the command runs, so that ``--help`` does not wait for torch and transforme
 ``--debug``, or HEADSTART_DEBUG=1, prints the traceback too.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import importlib

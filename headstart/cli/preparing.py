@@ -2,8 +2,6 @@
 and ``compile``. Libraries are imported when a command runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 `headstart check-head` says whether what you make of it keeps the contract. Shape suffixes: B batch, T positions, D width, N nodes.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import torch

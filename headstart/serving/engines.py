@@ -4,8 +4,6 @@ An entry says what was done with the versions named: ``run`` (heads were loaded 
 ``documented``. A version in ``since`` or ``until`` that is not known is left out. docs/serving.md holds the table.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T positions, D width, K depth, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -3,8 +3,6 @@
 Figures are from reports of `headstart bench` and from the run's last evaluation. Of a path its last part is left, and hosts are taken out.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 What is published are heads as Headstart saved or exported them, complete and unchanged since.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable

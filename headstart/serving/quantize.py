@@ -6,8 +6,6 @@ after the other, and those that follow make up for the error, by how the heads' 
 Shape suffixes: O outputs, I inputs, G inputs of a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

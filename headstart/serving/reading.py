@@ -3,8 +3,6 @@
 An import also measures acceptance, and saves a checkpoint of Headstart.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

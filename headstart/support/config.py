@@ -10,8 +10,6 @@ Bounds are `annotated_types`, from which errors, the JSON schema and the documen
 A rule between fields is a model validator that raises `RuleError`.
 """
 
-from __future__ import annotations
-
 import os
 import types
 import typing

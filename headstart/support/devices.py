@@ -1,7 +1,5 @@
 """Where passes run and in which arithmetic: accelerators, compilers, autocast, and the dtypes by their short names in recipes and flags."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

@@ -1,7 +1,5 @@
 """User errors, reported in one line."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import os

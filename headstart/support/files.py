@@ -1,7 +1,5 @@
 """Files: paths that users give, atomic writes of one file or of several of a folder, locks between processes, hashes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

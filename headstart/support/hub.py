@@ -1,7 +1,5 @@
 """What a name stands for: files and folders by path, those that ship with the package, and those of the hub; uploads."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """JSON from files, rows of .jsonl files, and servers, with limits: depth, whole numbers of 64 bits, text of whole characters, and form."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import io

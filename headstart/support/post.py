@@ -1,7 +1,5 @@
 """Requests to servers with OpenAI's API. Answers are bounded: a server that sends a byte now and then, or never stops, is cut off."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Pytrees: tuples, lists, dicts and dataclasses of tensors and constants, such as drafter states and features."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, is_dataclass, replace

@@ -1,7 +1,5 @@
 """Output for people: tables, aligned text and progress, on a terminal coloured unless NO_COLOR is set; and reports as one HTML page."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -8,8 +8,6 @@ row, and verified nodes that are not used yet are kept for the next pass.)
 Shape suffixes: B batch, T positions, N nodes, K beams, V vocabulary, Y what is known after a token (see search.py).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

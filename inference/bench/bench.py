@@ -6,8 +6,6 @@ affects all of them, and speeds are ratios within a round. Later questions of a 
 Shape suffixes: T positions.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -1,7 +1,5 @@
 """Compares two reports of ``headstart bench --json``: the same systems before and after a change, as a terminal table and as a page."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 

@@ -28,7 +28,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Images
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, Beside, HeadstartSystem, System, SystemResult
 from headstart.inference.engine.inputs import read_images
-from headstart.inference.engine.judge import Judge, Judgement, Text
+from headstart.inference.engine.judge import Judge, Judgement, Text, differences
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.request import Request
@@ -231,7 +231,7 @@ class LogitsComparison:
 
     def add(self, logits_TV: Tensor, others_TV: Tensor) -> None:
         """Compare logits at the same positions."""
-        largest_T = torch.where(logits_TV == others_TV, 0, logits_TV - others_TV).abs().amax(-1)  # equal infinities are equal
+        largest_T = differences(logits_TV, others_TV)
         self.positions += len(largest_T)
         self.differing += int((largest_T > 0).sum())
         self.largest_difference = max(self.largest_difference, float(largest_T.max()))

@@ -6,8 +6,6 @@ faster; well below 1, the time is spent elsewhere. Weights that fit into the CPU
 a small model may exceed 1.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,8 +1,6 @@
 """A benchmark report on the terminal (tables, the capture backends in use, and the verdict), and as one self-contained HTML page; and
 the report's sample outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, TextIO

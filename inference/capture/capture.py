@@ -9,8 +9,6 @@ write the same numbers to the same places whenever it is called with the same ar
 runs uncaptured from then on; the reason is logged once and kept (`Capturer.report`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

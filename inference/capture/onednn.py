@@ -8,8 +8,6 @@ On CPUs with AMX, oneDNN adds up a single row of fewer than 64 inputs in another
 Shape suffixes: R rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

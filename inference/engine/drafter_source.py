@@ -7,8 +7,6 @@ not draft.
 Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial

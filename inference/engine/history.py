@@ -1,7 +1,5 @@
 """n-gram drafts from finished sequences: one suffix automaton over all of them (the global tree of SuffixDecoding, 2411.04975)."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from headstart.heads.base import require_count

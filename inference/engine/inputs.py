@@ -9,8 +9,6 @@ frames of the call, since the model is the user's: nothing of it, or of its clas
 Shape suffixes: B batch, T positions, X axes of positions.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -18,8 +18,6 @@ Where a token's logits depend on which tokens stand beside it in a pass, that is
 Shape suffixes: T positions, N positions judged at once or of a piece, R positions compared, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Those of transformers are listed by class. One of the user's own is unknown, unl
 ``rollback`` (see `is_forkable`).
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

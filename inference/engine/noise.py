@@ -7,8 +7,6 @@ The generator is counter-based: the finaliser of SplitMix64 (Steele, Lea and Flo
 that starts from a hash of seed and position. Shape suffixes: B rows, P positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 from operator import index
 
 import torch

@@ -5,8 +5,6 @@ Models that verify chains are read a row at a time, since their states cannot be
 Shape suffixes: B batch, T positions, N nodes of this pass, M nodes with slots (the N included), S slots, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

@@ -5,8 +5,6 @@ and trees are built from them. The paper stores the last distribution of each to
 distributions are mixed, and the tree is expanded by path probability.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

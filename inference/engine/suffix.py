@@ -5,8 +5,6 @@ lookup; SAM-Decoding, 2411.10666, uses an automaton; SuffixDecoding, 2411.04975,
 too, since other tokens may have followed them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice

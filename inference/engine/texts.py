@@ -7,8 +7,6 @@ nothing waits for the others, and sequences may be added.
 Shape suffixes: B batch, T positions, P tokens of a run, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -11,8 +11,6 @@ too, so that there are tens of thousands:
     python recipes/smollm2/prompts.py --count 5000 --answers out/own.jsonl > out/more.jsonl
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

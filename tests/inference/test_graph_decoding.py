@@ -3,8 +3,6 @@
 The stand-in of tests/helpers/recorded.py does what a graph does; sizes, kernels and calls are those of an accelerator.
 """
 
-from __future__ import annotations
-
 import random
 import traceback
 from collections.abc import Callable

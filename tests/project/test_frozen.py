@@ -4,8 +4,6 @@ as kept in frozen.json.
 ``FROZEN=write pytest tests/project/test_frozen.py -m ""`` writes it anew, after a change that CHANGELOG.md names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Read rows of training data from files, also tables, or a dataset, as mappings from column to value."""
 
-from __future__ import annotations
-
 import csv
 import glob
 import io

@@ -3,8 +3,6 @@
 Shape suffix: T positions.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

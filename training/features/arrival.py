@@ -7,8 +7,6 @@ where the sample is too long for a server to state all.
 Shape suffixes: T positions, L layers, D width, V vocabulary, N statements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 

@@ -10,8 +10,6 @@ resumed after that computes the same again.
 Shape suffixes: B batch, T positions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ the same command resumes after a kill. Several processes may write to one cache:
 Shape suffixes: C, P positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -7,8 +7,6 @@ header. Shards are renamed into place when complete.
 Features are those of each sample alone, so packing, batches, their order and the number of processes may change.
 """
 
-from __future__ import annotations
-
 import bisect
 import shutil
 from collections.abc import Sequence

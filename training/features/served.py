@@ -7,8 +7,6 @@ before it.
 Shape suffixes: B batch, T positions, L layers, D width.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import threading

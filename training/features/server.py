@@ -10,8 +10,6 @@ all where the disk is full or the server dies. One prompt a request: of several 
 Shape suffixes: T positions, L layers, D width.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

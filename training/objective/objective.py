@@ -25,8 +25,6 @@ Shape suffixes: B batch, T positions, D width, K depth, V draft vocabulary, M ro
 prefill, N depths after the first (K - 1), in `expected` drafts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

@@ -21,8 +21,6 @@ little more than one term. tests/training/test_objective.py checks every term ag
 Shape suffixes: C positions of a chunk, V draft vocabulary, D width.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -10,8 +10,6 @@ objective run on fake tensors and are counted by torch's formulas for each opera
 scaled to all of them. Attention scores grow faster than that and are left out: about 5 % at 2,048 tokens of a model of 8 billion weights.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import tempfile

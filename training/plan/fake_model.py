@@ -8,8 +8,6 @@ supplies them.
 Shape suffixes: B batch, T positions, V vocabulary, D width, H heads.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterator

@@ -18,8 +18,6 @@ the trained weights, since it updates all at once); on a CPU the checkpoint (a c
 Drafters of one run train one after another, and the gradients of all are kept until the optimizer step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ Memory is counted on fake models (training/plan/memory.py), for the longest rows
 data are not available locally. Of a backbone that is not available locally only the configuration is downloaded.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Format a plan (training/plan/plan.py) as text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from headstart.support.text import gigabytes

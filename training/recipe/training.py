@@ -1,7 +1,5 @@
 """The sections of a recipe about the run: objective, training, evaluation, and servers of hidden states and answers."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

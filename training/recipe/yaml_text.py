@@ -12,8 +12,6 @@ The paths are relative to the file that names them. Sections are merged key by k
 one, and the recipe's own keys come last. An extended file may be a part of a recipe, such as a data section, and may extend others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path

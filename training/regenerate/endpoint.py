@@ -4,8 +4,6 @@ Conversations are sent to ``/chat/completions``, plain texts to ``/completions``
 Transient failures are retried with exponential back-off.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import threading

@@ -4,8 +4,6 @@ Many rows are decoded together, and the next one starts when one has ended. In f
 Shape suffix: T positions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

@@ -4,8 +4,6 @@ Items do not depend on the responder. A response's seed is derived from the reci
 before it, and the turn, so it does not depend on the order of rows, batching or restarts.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter

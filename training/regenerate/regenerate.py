@@ -3,8 +3,6 @@
 Heads predict their backbone's output, so they train best on it rather than on text by people or other models.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

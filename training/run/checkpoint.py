@@ -8,8 +8,6 @@ No random state is saved: every step is seeded from (seed, step, process), and t
 therefore be resumed with another number of processes.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The log of a run: a JSONL file, a progress bar, and trackers (Weights & Biases, TensorBoard) through accelerate."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

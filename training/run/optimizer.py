@@ -6,8 +6,6 @@ After step t the average moves towards the weights by ``1 - min(ema_decay, (1 + 
 initial weights are soon forgotten. It has the weights' dtype and is part of the saved state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Training runs beside each other: their latest values and the recipe keys in which they differ, as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO

@@ -6,8 +6,6 @@ width 64 to 384, in runs of 59 to 6,000 steps (docs/defaults.md). Wider drafters
 extrapolation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

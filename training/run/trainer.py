@@ -8,8 +8,6 @@ A frozen backbone is not part of the module (`Backbone` is not an `nn.Module`): 
 autocast. A trainable backbone runs inside it, so that data parallelism sees its adapter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -5,8 +5,6 @@ vLLM, SGLang and TensorRT-LLM load the checkpoint as it is. transformers drafts 
 layer more. JetSpec is DFlash with causal blocks: its files say ``causal_head``, NeMo Automodel's and the engines ``causal``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar

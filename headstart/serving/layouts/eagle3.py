@@ -11,8 +11,6 @@ EAGLE-1 and EAGLE-2 are likewise as SafeAILab, vLLM and SGLang have them: ``fc``
 input norm. The checkpoint as it is has a zero ``fc.bias`` for SGLang.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -6,8 +6,6 @@ tensors that they do not know. The layout is that of Automodel's documentation; 
 Shape suffixes: R rank, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

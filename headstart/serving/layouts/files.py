@@ -3,8 +3,6 @@
 Weights are read from safetensors files, in shards too, or from pickles with ``weights_only``, which builds tensors and runs no code.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import warnings

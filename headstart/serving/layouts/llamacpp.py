@@ -8,8 +8,6 @@ So are DFlash and DFlash2 for its ``draft-dflash``, read back as `Block` reads a
 Qwen3's files there, and the base kernels of convolutions in fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -13,8 +13,6 @@ IBM's accelerators, MLP speculators (2404.19124), with weights of each depth or 
 the checkpoint as it is, over the whole vocabulary.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

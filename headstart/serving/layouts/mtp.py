@@ -6,8 +6,6 @@ for them only there, so an export is a copy of the backbone's checkpoint with th
 Draft models are ordinary folders of transformers with the backbone's vocabulary, written as they are; PARD's name a mask token.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

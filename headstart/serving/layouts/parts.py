@@ -6,8 +6,6 @@ files hold the tokens themselves, which is recognised.
 Shape suffixes: V backbone vocabulary, DV draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ There is no ``model_type`` beside the configuration of the layers, since vLLM ta
 heads carry the backbone's embedding, which speculators leaves uninitialised where it is missing; P-EAGLE heads that or their own.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ script that the engine's Python runs, ``driver JOB.json RESULT.json``, with noth
 Shape suffixes: B batch, T positions, K drafts or written tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

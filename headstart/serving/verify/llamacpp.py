@@ -1,7 +1,5 @@
 """Drafts of llama.cpp, for comparison with Headstart's own: `draft` runs `llamacpp_driver.py` in an environment with xllamacpp."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Drafts are chains, and only llama.cpp's debug log names them: the process's stderr is a file, which is read at the end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Files are checked first: names, shapes, finite numbers, the draft vocabulary, th
 after states that a formula gives (`reference`). With an engine, prompts are decoded, and every draft is compared.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

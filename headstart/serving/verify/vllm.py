@@ -1,7 +1,5 @@
 """Drafts of vLLM, for comparison with Headstart's own: `draft` runs `vllm_driver.py` in an environment with vLLM's CPU build."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path

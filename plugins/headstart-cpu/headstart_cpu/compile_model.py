@@ -4,8 +4,6 @@ A few steps are decoded with trees of every depth, greedy, sampled and filtered,
 share are compiled. Processes that begin later use them, and this one from its next call on.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

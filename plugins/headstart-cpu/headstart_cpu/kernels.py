@@ -1,7 +1,5 @@
 """The operations of kernels.cpp, compiled for this machine at their first use and kept in the user's cache folder."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Which functions of decoding are compiled: the backbone's verification passes and drafts."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What this package brings to headstart: traces, compiled layers and drafts, and the products that they are made of."""
 
-from __future__ import annotations
-
 from headstart_cpu.compile_model import compile_lacking, compile_model
 from headstart_cpu.passes import compiled_pass
 from headstart_cpu.trace import Trace

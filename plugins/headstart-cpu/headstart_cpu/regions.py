@@ -4,8 +4,6 @@ The layers of a model are mostly the same operations with other weights. So a la
 function of its inputs and weights, with their dtypes and sizes. Such a `Region` is compiled once, whatever the number of layers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Programs and compiled layers in the user's cache folder, and why some cannot be compiled. A file that is damaged is made again."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import shutil

@@ -17,8 +17,6 @@ if it is mapped from a file.
 Shape suffixes: N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import warnings

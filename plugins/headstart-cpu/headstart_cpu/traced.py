@@ -4,8 +4,6 @@ become one product.
 Shape suffixes: N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import operator
 import warnings
 from collections.abc import Callable, MutableMapping, Sequence

@@ -4,8 +4,6 @@ They are a second copy of the model's linear layers; where these were dequantize
 of them, in three eighths of the memory. Read in pages of 4 KB a pass takes half as long again (LOG.md).
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

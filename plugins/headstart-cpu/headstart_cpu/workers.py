@@ -1,7 +1,5 @@
 """Compiles parts of programs in several processes at a time, which end with this one, however it ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

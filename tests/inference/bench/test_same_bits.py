@@ -147,6 +147,8 @@ def test_logits_that_differ_are_counted() -> None:
     assert found == LogitsComparison(positions=2, largest_logit=8.0)
     found.add(logits_TV, logits_TV + torch.tensor([[0.0], [0.5]]))
     assert found == LogitsComparison(positions=4, differing=1, largest_difference=0.5, largest_logit=8.0)
+    found.add(logits_TV, logits_TV * torch.tensor([[1.0], [torch.nan]]))
+    assert (found.positions, found.differing, found.largest_difference) == (6, 2, torch.inf)
 
 
 @pytest.mark.parametrize(

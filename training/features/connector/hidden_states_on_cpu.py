@@ -4,8 +4,6 @@ Loaded by vLLM itself (``kv_connector_module_path``), with this folder in PYTHON
 class is made when vLLM asks for it, so that this module can be imported without vLLM.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
