@@ -167,10 +167,9 @@ def _unscaled(logits: Tensor, value: float) -> Tensor:
 
 
 SCALES: dict[str, Callable[[Tensor, float], Tensor]] = {  # functions that pickle
-    "none": _unscaled,
-    **dict.fromkeys(("logit_scale", "logits_scaling (multiplied)", "lm_head_multiplier", "output_multiplier"), mul),
-    **dict.fromkeys(("logits_scaling", "logits_mup_width_multiplier"), truediv),
-}
+    "none": _unscaled, "logit_scale": mul, "logits_scaling": truediv, "logits_scaling (multiplied)": mul,
+    "lm_head_multiplier": mul, "logits_mup_width_multiplier": truediv, "output_multiplier": mul,
+}  # fmt: skip
 CAPS = ("none", "final_logit_softcapping", "logits_soft_cap")
 """Fields of configurations by which models scale their logits, and by which they then cap them."""
 
