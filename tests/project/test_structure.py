@@ -10,7 +10,7 @@ import pytest
 from matrix import mark_slow_cells
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 210, "lines": 37_468, "lines of code": 26_610}
+LIMITS = {"files": 210, "lines": 37_467, "lines of code": 26_611}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_529, "lines of code": 1_867}
 TEST_LIMITS = {"lines": 35_316, "setattr": 57, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small
