@@ -82,8 +82,8 @@ def test_what_fails_now_and_then_is_asked_for_again(fate: str, run: Any, served:
 def test_a_run_whose_servers_are_gone_is_saved_and_goes_on(run: Any, served: StatesServer, tmp_path: Path, capsys: Any) -> None:
     folder, _, live = run
     served.before = lambda number: "die" if number > 36 + 1 + 4 * 4 else ""  # start values, a probe and four steps
-    out = [*command(folder, served, patience=0.3, prefetch=0), f"save.dir={tmp_path}/out"]
-    assert "no hidden states for 0.3 s (features.patience), at last http://" in error_of(capsys, "train", *out)
+    out = [*command(folder, served, patience=2, prefetch=0), f"save.dir={tmp_path}/out"]
+    assert "no hidden states for 2 s (features.patience), at last http://" in error_of(capsys, "train", *out)
     done = len(losses(tmp_path / "out"))
     assert 0 < done < 8 and [path.name for path in (tmp_path / "out" / "state").glob(f"step-*{done}")]
     served.before = lambda number: ""
