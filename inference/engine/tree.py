@@ -178,14 +178,15 @@ class CandidateTree:
         first itself). A row with fewer nodes than the largest, or than ``nodes``, is padded with its root."""
         N = max(self.size, nodes)
         tokens = [row + row[:1] * (N - len(row)) for row in self.tokens]
-        levels, ancestors = _arranged(tuple((*row, *[0] * (N - len(row))) for row in self.parents))
-        return torch.tensor(tokens, device=device), torch.from_numpy(levels).to(device), torch.from_numpy(ancestors).to(device)
+        arranged = [_arranged((*row, *[0] * (N - len(row)))) for row in self.parents]
+        levels, ancestors = (torch.from_numpy(np.stack(arrays)).to(device) for arrays in zip(*arranged, strict=True))
+        return torch.tensor(tokens, device=device), levels, ancestors
 
 
 @lru_cache(1 << 12)
-def _arranged(parents: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Levels ``[B, N]`` and ancestors ``[B, N, N]`` of nodes with these parents: few arrangements occur."""
-    ancestors = ancestors_from_parents(parents)
+def _arranged(parents: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Levels ``[N]`` and ancestors ``[N, N]`` of a row's nodes with these parents: few arrangements occur."""
+    ancestors = ancestors_from_parents([parents])[0]
     return ancestors.sum(-1, dtype=np.int64) - 1, ancestors
 
 

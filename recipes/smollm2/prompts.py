@@ -139,7 +139,6 @@ def maths(rng: Random) -> str:
 
 
 def worded(rng: Random) -> str:
-    """A problem of one to three steps."""
     one, number, (name, other) = rng.choice, rng.randint, rng.sample(NAMES, 2)
     thing, place = one(THINGS), one(WHERE)
     a, b, c, d = number(2, 12), number(13, 90), number(3, 9), number(2, 6)
@@ -187,6 +186,8 @@ class Answers:
         self.texts = [text for text in paragraphs if 35 <= len(text.split()) <= 170]
         sentences = (sentence for text in paragraphs if "\n" not in text for sentence in re.split(r"(?<=[.!?]) ", text))
         self.sentences = [sentence for sentence in sentences if 4 <= len(sentence.split()) <= 22 and sentence[-1] in ".!?"]
+        if not self.texts or not self.sentences:
+            raise ValueError("no answer has a paragraph of 35 to 170 words and a sentence; give rows with `messages` and longer answers")
 
     def summary(self, rng: Random) -> str:
         return f"{rng.choice(SUMMARIES)}\n\n{rng.choice(self.texts)}"
@@ -292,6 +293,6 @@ if __name__ == "__main__":
     args = parser.parse_args()
     try:
         rows = list(prompts(args.count, args.seed, args.answers))
-    except ValueError as error:
-        parser.error(str(error))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(str(error) if args.answers is None else f"--answers {args.answers}: {error!r}")
     sys.stdout.writelines(json.dumps(row) + "\n" for row in rows)

@@ -4,6 +4,8 @@ import ast
 import gzip
 import io
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,19 @@ def test_no_prompt_is_both_trained_on_and_measured() -> None:
     long = [{part for row in rows for part in row["messages"][0]["content"].split("\n") if len(part) > 120} for rows in (trained, measured)]
     asked = {row["messages"][0]["content"] for row in (*trained, *measured)}
     assert len(asked) == len(trained) + len(measured) and len(long[0]) > 28 and not long[0] & long[1], "no text either"
+
+
+def test_prompts_are_written_about_answers(tmp_path: Path) -> None:
+    folder, answers = ROOT / "recipes" / "smollm2", tmp_path / "answers.jsonl"
+    answers.write_bytes(gzip.decompress((folder / "answers.jsonl.gz").read_bytes()))
+    command = [sys.executable, str(folder / "prompts.py"), "--count", "70", "--answers"]
+    done = subprocess.run([*command, str(answers)], capture_output=True, text=True, check=True)
+    asked = [(row["task"], row["messages"][0]["content"]) for row in map(json.loads, done.stdout.splitlines())]
+    assert len({*asked}) == 70 and {*Counter(task for task, _ in asked).values()} == {10}
+    written = "".join(turn["content"] for line in answers.read_text().split("\n") if line for turn in json.loads(line)["messages"][1:])
+    assert all(text.split("\n\n", 1)[1] in written for task, text in asked if task == "summary")
+    refused = subprocess.run([*command, str(folder / "measure.jsonl")], capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (2, "") and "no answer has a paragraph of 35 to 170 words" in refused.stderr
 
 
 def test_what_they_say_of_themselves() -> None:

@@ -10,9 +10,9 @@ import pytest
 from matrix import mark_slow_cells
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 210, "lines": 37_467, "lines of code": 26_611}
+LIMITS = {"files": 210, "lines": 37_468, "lines of code": 26_612}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_529, "lines of code": 1_867}
-TEST_LIMITS = {"lines": 35_316, "setattr": 57, "setattr of a private name": 0}
+TEST_LIMITS = {"lines": 35_331, "setattr": 57, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262 before small
 files were joined to the stories that used them, and 38,377 lines of tests.
 Of 1,500 lines for every model, chains (`Backbone.no_trees`) took 258, the sweep over every class of transformers 17 and 431 of tests;
@@ -26,7 +26,7 @@ more: n-grams of the text are drafted by default. Proposers in the engine's fold
 back (76 and 10).
 Silent differences that a fresh tester found took 158 (in calls 47, in GGUF files 67, in rows 44), with 233 of tests; faults of commands and
 rarer calls 46, with 76. Rounding heads to 4 bits took 163 and 80 of tests: drafts then read three eighths of the weights.
-Copied heads, caches of outputs and rarer rows and files took 37, with 61 of tests; less Python beside passes 11;
+Copied heads, caches of outputs and rarer rows and files took 37, with 61 of tests (15 more of prompts about answers); less Python beside passes 12;
 annotations are evaluated late only where they name what follows, which is 254 lines less.
 The plugin had 2,660 lines; attention of few rows that is two to three times as fast took 43."""
 IMPORTED = 76
