@@ -26,7 +26,7 @@ more: n-grams of the text are drafted by default. Proposers in the engine's fold
 back (76 and 10).
 Silent differences that a fresh tester found took 158 (in calls 47, in GGUF files 67, in rows 44), with 233 of tests; faults of commands and
 rarer calls 46, with 76. Rounding heads to 4 bits took 163 and 80 of tests: drafts then read three eighths of the weights.
-Copied heads, outputs' caches and rarer rows and files took 37, with 61 of tests (15 of prompts about answers); fewer steps beside passes 12;
+Copied heads, outputs' caches and rarer rows and files took 37, with 61 of tests; prompts about answers 15 of tests; passes 12;
 annotations are evaluated late only where they name what follows, which is 254 lines less.
 The plugin had 2,660 lines; attention of few rows that is two to three times as fast took 43."""
 IMPORTED = 76
