@@ -1,10 +1,10 @@
 """Times all products of a decoding step by compiled layers' kernels, for several numbers of rows, in bf16 or fp32, on random weights, and a
 layer's attention to KEYS keys, microseconds.
 
-python benchmarks/products.py --threads 2 [--dtype float32 | --four-bits] [--hidden 576 --intermediate 1536 --heads 9 --kv-heads 3
+python benchmarks/products.py --threads 2 [--dtype float32 | --bits 4 8] [--hidden 576 --intermediate 1536 --heads 9 --kv-heads 3
 --layers 30 --vocab 49152] [--json FILE]
 
-The sizes given here are SmolLM2-135M's. With --four-bits the layers, all but the readout, are codes, as those of a file in Q4_1 are. Rows
+The sizes given here are SmolLM2-135M's. With --bits the layers and the readout are codes, as those of a file in Q4_1 and Q8_0 are. Rows
 take turns; of each the median counts. GB/s are bytes of weights over seconds. Run it on an otherwise idle machine.
 """
 
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from headstart_cpu import kernels
-from headstart_cpu.weights import side_by_side
+from headstart_cpu.program import Packed
+from headstart_cpu.weights import packed_weights, side_by_side
 from program import options, run
 
 SIZES = {"hidden": 576, "intermediate": 1536, "heads": 9, "kv-heads": 3, "layers": 30, "vocab": 49152, "rounds": 12}
@@ -29,11 +30,10 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     dtype, D, wide = getattr(torch, given.dtype), given.hidden, given.intermediate
     qkv = D + 2 * given.kv_heads * (D // given.heads)
     shapes = [(qkv, D), (D, D), (2 * wide, D), (D, wide)] * given.layers + [(given.vocab, D)]
-    counts = [-(-outputs // kernels.OUTPUTS) * kernels.OUTPUTS * inputs for outputs, inputs in shapes]
-    coded = [given.four_bits and outputs != given.vocab for outputs, _ in shapes]
-    places = side_by_side([(count * 3 // 4, torch.uint8) if four else (count, dtype) for count, four in zip(counts, coded, strict=True)])
-    for place, four in zip(places, coded, strict=True):
-        (place.view(torch.float32) if four else place).normal_()
+    made = {shape: _packed(*shape, dtype, given.bits and given.bits[shape == shapes[-1]]) for shape in {*shapes}}
+    places = side_by_side([(made[shape].numel(), made[shape].dtype) for shape in shapes])
+    for place, shape in zip(places, shapes, strict=True):
+        place.copy_(made[shape])
     seconds: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(given.rounds + 1):
         for rows, times in seconds.items():
@@ -50,6 +50,15 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         "ms": {rows: round(1e3 * median, 2) for rows, median in medians.items()},
         "GB/s": {rows: round(size / median / 1e9, 1) for rows, median in medians.items()}, "attention": attention,
     }  # fmt: skip
+
+
+def _packed(outputs: int, inputs: int, dtype: torch.dtype, bits: int | None) -> torch.Tensor:
+    """A packed random weight; its numbers are multiples of a scale for every 32 inputs where it is of so many bits."""
+    weight = torch.randn(outputs, inputs // 32, 32)
+    if bits:
+        scale = (weight.abs().amax(2, keepdim=True) / 2 ** (bits - 1)).bfloat16().float()
+        weight = (weight / scale).round().clamp(1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1) * scale
+    return packed_weights({"": Packed(("it",), (outputs,))}, {"it": weight.flatten(1).to(dtype)})[""]
 
 
 def _attention(given: argparse.Namespace, dtype: torch.dtype, rows: int, keys: int) -> float:
@@ -70,6 +79,6 @@ if __name__ == "__main__":
     parser = options(__doc__)
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
-    parser.add_argument("--four-bits", action="store_true", help="weights of layers as codes of 4 bits (in bfloat16)")
+    parser.add_argument("--bits", type=int, nargs=2, metavar=("LAYERS", "READOUT"), help="weights as codes of 4 or 8 bits (in bfloat16)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     run(parser, measured)

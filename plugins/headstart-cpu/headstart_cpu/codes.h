@@ -1,20 +1,40 @@
-// Weights in bf16 that were dequantized from blocks of 4 bits (GGUF's Q4_0, Q4_1 and Q4_K): scale * code + offset, rounded, for every output and
-// 32 inputs. So packed, [blocks, K / INPUTS] of `Codes`, they take three eighths of the memory, and products make the same numbers of them in
-// registers. Scale, offset and codes are found from the numbers alone, whatever file they are from. Part of kernels.cpp, for processors with
-// AVX-512's bf16: with AVX2 one row took longer so.
+// Weights in bf16 that were dequantized from GGUF's blocks: scale * code + offset, rounded, for every output and 32 inputs, or scale * code for
+// 16 of them. So packed they take three eighths of the memory (codes of 4 bits: Q4_0, Q4_1, Q4_K) or five (8 bits: Q5_0 to Q8_0, Q3_K, Q6_K),
+// and products make the same numbers of them in registers. Scales, offsets and codes are found from the numbers alone, whatever file they are
+// from. Part of kernels.cpp, for processors with AVX-512's bf16: with AVX2 one row took longer so.
 
 constexpr int64_t INPUTS = 32;
-struct Codes {
+struct Four {
     float scales[OUTPUTS], offsets[OUTPUTS];
     uint16_t codes[OUTPUTS / 4][INPUTS];   // an input's codes of four outputs: the first one's are the lowest bits
 };
+template <bool HALVES>   // whether each half of the inputs has a scale, and none an offset
+struct Eight {
+    float scales[OUTPUTS], others[OUTPUTS];   // the latter: offsets, or the scales of the other half
+    uint8_t codes[OUTPUTS / 2][2 * INPUTS];   // of two outputs, in the order of `place`
+};
+enum Kind : int64_t { DENSE, FOUR, EIGHT, HALVES };   // DENSE: not of codes
+
+// Where the code of input k of output o stands: four inputs of a half and an output lie side by side, and these in the 16 bytes from which
+// instructions take them.
+inline int64_t place(int64_t o, int64_t k) { return k % 16 / 4 * 16 + o % 2 * 8 + k / 16 * 4 + k % 4; }
 
 #if defined(__AVX512BF16__)
-inline const Codes* from_output(const Codes* w, int64_t output, int64_t K) { return w + output / OUTPUTS * (K / INPUTS); }
+// A packed weight of codes begins with a number for each block of outputs: where it lies, and of which kind it is. Calls f with its codes.
+template <typename F>
+inline void with_codes(const char* weight, int64_t block, F f)
+{
+    const int64_t entry = ((const int64_t*)weight)[block];
+    const char* from = weight + (entry >> 2);
+    if ((entry & 3) == FOUR) f((const Four*)from);
+    else if ((entry & 3) == EIGHT) f((const Eight<false>*)from);
+    else f((const Eight<true>*)from);
+}
+
 using Pairs = __m512bh;   // INPUTS numbers in bf16
 
 // Weights of outputs o and o + 1: each has 16 different ones, which the codes select.
-inline void decode(const Codes& from, int64_t o, Pairs* to)
+inline void decode(const Four& from, int64_t o, Pairs* to)
 {
     const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512 first = _mm512_fmadd_ps(all, _mm512_set1_ps(from.scales[o]), _mm512_set1_ps(from.offsets[o]));
@@ -26,35 +46,100 @@ inline void decode(const Codes& from, int64_t o, Pairs* to)
     to[1] = (__m512bh)_mm512_permutexvar_epi16(two, table);
 }
 
-constexpr int64_t CHUNK = 24;   // `Codes` at most that are read for all outputs before the next ones: they stay in the first cache
-
-template <int64_t R>
-inline void block(const Bits* x, const Codes* w, Bits* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
+// The same of 8 bits: a code becomes a byte of the number 2^15 + code.
+template <bool HALVES>
+inline void decode(const Eight<HALVES>& from, int64_t o, Pairs* to)
 {
-    const int64_t count = K / INPUTS, chunks = (count + CHUNK - 1) / CHUNK, chunk = (count + chunks - 1) / chunks;
-    Floats parts[R][OUTPUTS];   // of sums, which are added up at the end
-    for (int64_t start = 0; start < count; start += chunk)
-        for (int64_t o = 0; o < OUTPUTS; o += 2) {
-            __m512 s[R][2] = {};
-            if (start)
-                UNROLL for (int64_t r = 0; r < R; ++r) { s[r][0] = (__m512)parts[r][o]; s[r][1] = (__m512)parts[r][o + 1]; }
-            for (int64_t k = start; k < std::min(start + chunk, count); ++k) {
-                Pairs weights[2];
-                decode(w[k], o, weights);
-                __builtin_prefetch((const char*)(w + k + chunk) + o / 2 * 64);
-                UNROLL for (int64_t r = 0; r < R; ++r) {
-                    const Pairs in = (Pairs)_mm512_loadu_si512(x + r * K + k * INPUTS);
-                    s[r][0] = _mm512_dpbf16_ps(s[r][0], in, weights[0]);
-                    s[r][1] = _mm512_dpbf16_ps(s[r][1], in, weights[1]);
-                }
-            }
-            UNROLL for (int64_t r = 0; r < R; ++r) { parts[r][o] = (Floats)s[r][0]; parts[r][o + 1] = (Floats)s[r][1]; }
-        }
-    for (int64_t r = 0; r < R; ++r) {
-        float sums[OUTPUTS];
-        for (int64_t o = 0; o < OUTPUTS; o += LANES) store(sums + o, sums_of(parts[r] + o));
-        finish(sums, y + r * stride, bias, outputs);
+    const __m512i codes = _mm512_loadu_si512(from.codes[o / 2]), base = _mm512_set1_epi32(0x47000000);
+    const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1 << 8, 2 << 8, 3 << 8));
+    const auto numbers = [&](int part) {
+        const __m512i found = _mm512_mask_shuffle_epi8(base, 0x2222222222222222, codes, _mm512_add_epi32(bytes, _mm512_set1_epi32(part * 4 << 8)));
+        return _mm512_sub_ps((__m512)found, _mm512_set1_ps(HALVES ? 32768 + 128 : 32768));
+    };
+    UNROLL for (int i = 0; i < 2; ++i) {
+        const __m512 scale = _mm512_set1_ps(from.scales[o + i]), other = _mm512_set1_ps(from.others[o + i]);
+        const __m512 left = numbers(2 * i), right = numbers(2 * i + 1);
+        if constexpr (HALVES) to[i] = _mm512_cvtne2ps_pbh(_mm512_mul_ps(right, other), _mm512_mul_ps(left, scale));
+        else to[i] = _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(right, scale, other), _mm512_fmadd_ps(left, scale, other));
     }
+}
+
+// Adds the products of R rows with groups of inputs to vectors of sums, [R, OUTPUTS]; weights(k, o, to): those of outputs o and o + 1.
+template <int64_t R, typename F>
+inline void add_groups(const Bits* x, Floats* sums, int64_t K, int64_t start, int64_t end, F weights)
+{
+    for (int64_t o = 0; o < OUTPUTS; o += 2) {
+        __m512 s[R][2] = {};
+        if (start)
+            UNROLL for (int64_t r = 0; r < R; ++r) { s[r][0] = (__m512)sums[r * OUTPUTS + o]; s[r][1] = (__m512)sums[r * OUTPUTS + o + 1]; }
+        for (int64_t k = start; k < end; ++k) {
+            Pairs two[2];
+            weights(k, o, two);
+            UNROLL for (int64_t r = 0; r < R; ++r) {
+                const Pairs in = (Pairs)_mm512_loadu_si512(x + r * K + k * INPUTS);
+                s[r][0] = _mm512_dpbf16_ps(s[r][0], in, two[0]);
+                s[r][1] = _mm512_dpbf16_ps(s[r][1], in, two[1]);
+            }
+        }
+        UNROLL for (int64_t r = 0; r < R; ++r) { sums[r * OUTPUTS + o] = (Floats)s[r][0]; sums[r * OUTPUTS + o + 1] = (Floats)s[r][1]; }
+    }
+}
+
+inline void finish_groups(const Floats* sums, Bits* y, const float* bias, int64_t M, int64_t stride, int64_t outputs)
+{
+    for (int64_t r = 0; r < M; ++r) {
+        float row[OUTPUTS];
+        for (int64_t o = 0; o < OUTPUTS; o += LANES) store(row + o, sums_of(sums + r * OUTPUTS + o));
+        finish(row, y + r * stride, bias, outputs);
+    }
+}
+
+template <typename C> constexpr int64_t CHUNK = 24 * sizeof(Four) / sizeof(C);   // read for all outputs before the next: they stay in the first cache
+
+// Fetches the lines of codes that are outputs o and o + 1's, by number.
+template <typename C>
+inline void prefetch(const C* codes, int64_t o)
+{
+    UNROLL for (int64_t line = o / 2; line < int64_t(sizeof(C) / 64); line += OUTPUTS / 2) __builtin_prefetch((const char*)codes + line * 64);
+}
+
+template <int64_t R, typename C>
+inline void block(const Bits* x, const C* w, Bits* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
+{
+    const int64_t count = K / INPUTS, chunks = (count + CHUNK<C> - 1) / CHUNK<C>, chunk = (count + chunks - 1) / chunks;
+    Floats sums[R * OUTPUTS];
+    for (int64_t start = 0; start < count; start += chunk)
+        add_groups<R>(x, sums, K, start, std::min(start + chunk, count), [&](int64_t k, int64_t o, Pairs* to) {
+            decode(w[k], o, to);
+            prefetch(w + k + chunk, o);
+        });
+    finish_groups(sums, y, bias, R, stride, outputs);
+}
+
+// The same of any number of rows: weights are made once for all.
+template <typename C>
+inline void block_of_many(const Bits* x, const C* w, Bits* y, const float* bias, int64_t M, int64_t K, int64_t stride, int64_t outputs)
+{
+    constexpr int64_t chunk = 32;
+    alignas(64) Pairs made[OUTPUTS / 2][chunk][2];
+    static thread_local std::vector<Floats> sums;
+    sums.resize(M * OUTPUTS);
+    for (int64_t start = 0; start < K / INPUTS; start += chunk) {
+        const int64_t end = std::min(start + chunk, K / INPUTS);
+        for (int64_t k = start; k < end; ++k)
+            for (int64_t o = 0; o < OUTPUTS; o += 2) {
+                decode(w[k], o, made[o / 2][k - start]);
+                prefetch(w + k + chunk, o);
+            }
+        for (int64_t m = 0; m < M; m += ROWS)
+            with_rows<ROWS>(std::min(M - m, ROWS), [&](auto R) {
+                add_groups<R>(x + m * K, sums.data() + m * OUTPUTS, K, start, end, [&](int64_t k, int64_t o, Pairs* to) {
+                    to[0] = made[o / 2][k - start][0];
+                    to[1] = made[o / 2][k - start][1];
+                });
+            });
+    }
+    finish_groups(sums.data(), y, bias, M, stride, outputs);
 }
 
 struct Range { double low, high; };
@@ -80,12 +165,13 @@ inline double simplest(Range of)
 }
 
 // Scale and offset of which codes are numbers in these ranges; false if there are none. Codes that are not in use have all numbers.
+template <int64_t LEVELS>
 inline bool fit(const double* lower, const double* upper, float& scale, float& offset)
 {
     Range of{0, 1e300};
-    for (int64_t first = 0; first < 16; first += LANES / 2) {
+    for (int64_t first = 0; first < LEVELS; first += LANES / 2) {
         Doubles low = {}, high = low + 1e300;
-        UNROLL for (int64_t gap = 1; gap < 16; ++gap) {   // arrays of 32: behind 16 codes as many that are not in use
+        UNROLL for (int64_t gap = 1; gap < LEVELS; ++gap) {   // behind the codes as many stand that are not in use
             const Doubles least = (load<Doubles>(lower + first + gap) - load<Doubles>(upper + first)) * (1.0 / gap);
             const Doubles most = (load<Doubles>(upper + first + gap) - load<Doubles>(lower + first)) * (1.0 / gap);
             low = least > low ? least : low;
@@ -96,76 +182,144 @@ inline bool fit(const double* lower, const double* upper, float& scale, float& o
     if (of.low > of.high) return false;
     const double exact = simplest(of);
     of = {-1e300, 1e300};
-    for (int64_t code = 0; code < 16; ++code)
+    for (int64_t code = 0; code < LEVELS; ++code)
         of = {std::max(of.low, lower[code] - double(code) * exact), std::min(of.high, upper[code] - double(code) * exact)};
     scale = float(exact);
     offset = float(simplest(of));
-    return of.low <= of.high && float(15 * exact) == 15 * exact;   // so are the products with all codes
+    return of.low <= of.high && float((LEVELS - 1) * exact) == (LEVELS - 1) * exact;   // so are the products with all codes
 }
 
-// Finds scale, offset and codes of INPUTS numbers; false if they are not of 4 bits. `decode` makes the same numbers of them.
-inline bool encode(const Bits* from, float& scale, float& offset, uint8_t* codes)
+inline bool made(float scale, float offset, uint8_t code, float number)
 {
-    float v[INPUTS];
-    for (int64_t i = 0; i < INPUTS; ++i) {
-        v[i] = from_bits(from[i]);
-        if (v[i] != 0 && !std::isnormal(v[i])) return false;
-    }
+    const float found = std::fma(float(code), scale, offset);
+    return (number == 0 ? found : from_bits(rounded(found))) == number;
+}
+
+// Finds scale, offset and codes of INPUTS numbers; false if they are not of so many levels. `decode` makes the same numbers of them.
+template <int64_t LEVELS>
+inline bool encode(const float* v, float& scale, float& offset, uint8_t* codes)
+{
     const float least = *std::min_element(v, v + INPUTS), most = *std::max_element(v, v + INPUTS);
-    for (int64_t steps = 15; steps > 0; --steps) {
+    for (int64_t steps = LEVELS - 1; steps > 0; --steps) {
         const float per_unit = most > least ? float(steps) / (most - least) : 0;
-        double lower[32], upper[32];
-        float number[16];
+        double lower[2 * LEVELS], upper[2 * LEVELS];
+        float number[LEVELS];
         uint32_t used = 0;
         bool same = true;
-        std::fill(lower, lower + 32, -1e300);
-        std::fill(upper, upper + 32, 1e300);
+        std::fill(lower, lower + 2 * LEVELS, -1e300);
+        std::fill(upper, upper + 2 * LEVELS, 1e300);
         for (int64_t i = 0; same && i < INPUTS; ++i) {
-            const uint8_t code = codes[i] = uint8_t(std::min(15.5f, (v[i] - least) * per_unit + 0.5f));
+            const uint8_t code = codes[i] = uint8_t(std::min(LEVELS - 0.5f, (v[i] - least) * per_unit + 0.5f));
             same = !(used >> code & 1) || number[code] == v[i];
             if (used >> code & 1) continue;
-            const Range range = rounded_to(from[i]);
+            const Range range = rounded_to(Bits(std::bit_cast<uint32_t>(v[i]) >> 16));
             lower[code] = range.low;
             upper[code] = range.high;
             number[code] = v[i];
             used |= 1u << code;
         }
-        if (!same || !fit(lower, upper, scale, offset)) continue;
-        for (int64_t code = 0; code < 16; ++code) {
-            const float made = float(code) * scale + offset;
-            same = same && (!(used >> code & 1) || (number[code] == 0 ? made : from_bits(rounded(made))) == number[code]);
-        }
+        if (!same || !fit<LEVELS>(lower, upper, scale, offset)) continue;
+        for (int64_t i = 0; i < INPUTS; ++i) same = same && made(scale, offset, codes[i], v[i]);
         if (same) return true;
     }
     return false;
 }
 
-// The weight [N, K] as codes; empty if it is not of 4 bits.
-Tensor encoded(const Tensor& weight)
+// Finds the codes, 128 for 0, of numbers that are multiples of a scale in a range, which becomes narrower with each number. In 8 bits two
+// codes may be right for a number until the range is narrow.
+inline bool multiples(const float* v, int64_t count, int64_t most, Range scales, uint8_t* codes, float& scale)
 {
-    const int64_t N = weight.size(0), K = weight.size(1), blocks = (N + OUTPUTS - 1) / OUTPUTS;
-    float scale, offset;
-    uint8_t some[INPUTS];
-    if (weight.scalar_type() != at::kBFloat16 || K % INPUTS
-        || !encode((const Bits*)weight[0].slice(0, 0, INPUTS).contiguous().const_data_ptr(), scale, offset, some))
-        return at::empty({0}, at::kByte);   // as most are, at once
-    const Tensor dense = weight.contiguous(), found = at::zeros({blocks * (K / INPUTS) * int64_t(sizeof(Codes))}, at::kByte);
+    if (!count) { scale = float(simplest(scales)); return true; }
+    const Range one = rounded_to(Bits(std::bit_cast<uint32_t>(std::abs(*v)) >> 16));
+    const auto last = std::min(most, int64_t(one.high / scales.low));
+    for (auto code = int64_t(std::ceil(one.low / scales.high)); code <= last; ++code) {
+        const double of = std::max<double>(code, 1e-300);   // 0 is a multiple of all scales
+        const Range both{std::max(scales.low, one.low / of), code ? std::min(scales.high, one.high / of) : scales.high};
+        if (both.low > both.high || !multiples(v + 1, count - 1, most, both, codes + 1, scale)) continue;
+        *codes = uint8_t(128 + (*v < 0 ? -code : code));
+        if (made(scale, -128 * scale, *codes, *v)) return true;
+    }
+    return false;
+}
+
+// The same with any scale; `most`: the code of the largest number, as far as is known.
+inline bool scaled(const float* v, int64_t count, float& scale, uint8_t* codes, int64_t& most)
+{
+    const auto smaller = [](float a, float b) { return std::abs(a) < std::abs(b); };
+    const Range largest = rounded_to(Bits(std::bit_cast<uint32_t>(std::abs(*std::max_element(v, v + count, smaller))) >> 16));
+    scale = 0;
+    std::fill(codes, codes + count, 128);
+    if (largest.high == 0) return true;
+    for (int64_t i = 0; i <= 127; ++i) {
+        const int64_t of = i ? i : most;
+        if (!multiples(v, count, of, {largest.low / double(of), largest.high / double(of)}, codes, scale)) continue;
+        most = of;
+        return true;
+    }
+    return false;
+}
+
+// Writes a group's INPUTS numbers of output o as codes; false if they are not of this kind.
+inline bool encode(const float* v, int64_t o, Four& to, int64_t&)
+{
+    uint8_t codes[INPUTS];
+    if (!encode<16>(v, to.scales[o], to.offsets[o], codes)) return false;
+    for (int64_t i = 0; i < INPUTS; ++i) to.codes[o / 4][i] |= uint16_t(codes[i] << o % 4 * 4);
+    return true;
+}
+
+template <bool HALVES>
+inline bool encode(const float* v, int64_t o, Eight<HALVES>& to, int64_t& most)
+{
+    uint8_t codes[INPUTS];
+    float &scale = to.scales[o], &other = to.others[o];
+    if constexpr (HALVES) {
+        if (!scaled(v, INPUTS / 2, scale, codes, most) || !scaled(v + INPUTS / 2, INPUTS / 2, other, codes + INPUTS / 2, most)) return false;
+    } else if (scaled(v, INPUTS, scale, codes, most)) other = -128 * scale;
+    else if (!encode<32>(v, scale, other, codes)) return false;
+    for (int64_t i = 0; i < INPUTS; ++i) to.codes[o / 2][place(o, i)] = codes[i];
+    return true;
+}
+
+// The weight [N, K] as codes of a kind, [blocks, bytes]; empty if it is not of that kind.
+template <typename C>
+Tensor encoded_as(const Tensor& dense)
+{
+    const int64_t N = dense.size(0), K = dense.size(1), blocks = (N + OUTPUTS - 1) / OUTPUTS, groups = K / INPUTS;
+    const Tensor found = at::zeros({blocks, groups * int64_t(sizeof(C))}, at::kByte);
     std::atomic<bool> fits = true;
-    at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
-        for (int64_t n = first * OUTPUTS; n < std::min(last * OUTPUTS, N); ++n)
-            for (int64_t k = 0; fits && k < K; k += INPUTS) {
-                Codes& to = ((Codes*)found.data_ptr())[n / OUTPUTS * (K / INPUTS) + k / INPUTS];
-                const int64_t o = n % OUTPUTS;
-                uint8_t codes[INPUTS];
-                if (!encode((const Bits*)dense.const_data_ptr() + n * K + k, to.scales[o], to.offsets[o], codes)) {
-                    fits = false;
-                    break;
+    const auto rows = [&](int64_t n, int64_t last, int64_t until) {
+        int64_t most = 127;
+        for (; n < last; ++n)
+            for (int64_t k = 0; fits && k < until; ++k) {
+                float v[INPUTS];
+                bool whole = true;
+                for (int64_t i = 0; i < INPUTS; ++i) {
+                    v[i] = from_bits(((const Bits*)dense.const_data_ptr())[n * K + k * INPUTS + i]);
+                    whole = whole && (v[i] == 0 || std::isnormal(v[i]));
                 }
-                for (int64_t i = 0; i < INPUTS; ++i) to.codes[o / 4][i] |= uint16_t(codes[i] << o % 4 * 4);
+                if (!whole || !encode(v, n % OUTPUTS, ((C*)found.data_ptr())[n / OUTPUTS * groups + k], most)) fits = false;
             }
-    });
+    };
+    rows(0, 1, 1);   // most weights are not of codes, which shows at once
+    if (fits) {
+        found.zero_();
+        at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) { rows(first * OUTPUTS, std::min(last * OUTPUTS, N), groups); });
+    }
     return fits ? found : found.new_empty({0});
 }
+
+std::tuple<Tensor, int64_t> encoded(const Tensor& weight)
+{
+    if (weight.scalar_type() != at::kBFloat16 || weight.size(1) % INPUTS) return {at::empty({0}, at::kByte), DENSE};
+    const Tensor dense = weight.contiguous();
+    Tensor found = encoded_as<Four>(dense);
+    if (found.numel()) return {found, FOUR};
+    found = encoded_as<Eight<false>>(dense);
+    if (found.numel()) return {found, EIGHT};
+    found = encoded_as<Eight<true>>(dense);
+    return {found, found.numel() ? HALVES : DENSE};
+}
 #else
-Tensor encoded(const Tensor&) { return at::empty({0}, at::kByte); }
+std::tuple<Tensor, int64_t> encoded(const Tensor&) { return {at::empty({0}, at::kByte), DENSE}; }
 #endif

@@ -107,7 +107,15 @@ inline __attribute__((always_inline)) Floats sums_of(const Floats* v)
     }
 }
 
-template <typename T> inline const T* from_output(const T* w, int64_t output, int64_t K) { return w + output * K; }
+// Calls f with the number of rows as a constant.
+template <int64_t MOST, typename F>
+inline void with_rows(int64_t rows, F f)
+{
+    if constexpr (MOST > 0) {
+        if (rows == MOST) f(std::integral_constant<int64_t, MOST>());
+        else with_rows<MOST - 1>(rows, f);
+    }
+}
 
 #include "codes.h"
 
@@ -224,14 +232,15 @@ inline void tiled(const Bits* x, const Bits* w, Bits* y, const float* bias, int6
 }
 
 // The same with codes. Here 4 and 5 are weights, [outputs, inputs], and 6 and 7 the rows, turned: x [K / 2, M] of pairs.
-inline void tiled(const uint32_t* x, const Codes* w, Bits* y, const float* bias, int64_t M, int64_t rows, int64_t K, int64_t stride, int64_t outputs)
+template <typename C>
+inline void tiled(const uint32_t* x, const C* w, Bits* y, const float* bias, int64_t M, int64_t rows, int64_t K, int64_t stride, int64_t outputs)
 {
     alignas(64) float sums[OUTPUTS][2 * TILE];
     alignas(64) Pairs weights[2][OUTPUTS];   // one is written while the other is read
     const bool more = M > TILE;
     const auto write = [&](int64_t k) {
-        const Codes* from = w + k / INPUTS;
-        for (size_t line = 0; line < sizeof(Codes); line += 64) __builtin_prefetch((const char*)(from + AHEAD) + line);
+        const C* from = w + k / INPUTS;
+        for (size_t line = 0; line < sizeof(C); line += 64) __builtin_prefetch((const char*)(from + AHEAD) + line);
         UNROLL for (int64_t o = 0; o < OUTPUTS; o += 2) decode(*from, o, weights[k / INPUTS % 2] + o);
     };
     _tile_zero(0);
@@ -267,7 +276,7 @@ template <typename W>
 bool multiply_tiled(const Bits* x, const W* w, Bits* y, const float* bias, int64_t M, int64_t K, int64_t N)
 {
     static const bool allowed = at::cpu::init_amx();
-    constexpr bool coded = std::is_same_v<W, Codes>;
+    constexpr bool coded = std::is_same_v<W, char>;
     if (!allowed || K % INPUTS) return false;
     std::vector<uint32_t> turned(coded ? K / 2 * M : 0);
     if (coded)
@@ -282,8 +291,8 @@ bool multiply_tiled(const Bits* x, const W* w, Bits* y, const float* bias, int64
                 if (count != configured) configure(coded, count);
                 configured = count;
                 const float* b = bias ? bias + at : nullptr;
-                if constexpr (coded) tiled(turned.data() + m, from_output(w, at, K), y + m * N + at, b, count, M, K, N, outputs);
-                else tiled(x + m * K, from_output(w, at, K), y + m * N + at, b, count, K, N, outputs);
+                if constexpr (coded) with_codes(w, n, [&](const auto* of) { tiled(turned.data() + m, of, y + m * N + at, b, count, M, K, N, outputs); });
+                else tiled(x + m * K, w + at * K, y + m * N + at, b, count, K, N, outputs);
             }
         }
         _tile_release();
@@ -295,15 +304,6 @@ template <typename W>
 bool multiply_tiled(const Bits*, const W*, Bits*, const float*, int64_t, int64_t, int64_t) { return false; }
 #endif
 
-template <int64_t R, typename T, typename W>
-inline void rows(int64_t m, const T* x, const W* w, T* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
-{
-    if constexpr (R > 0) {
-        if (m == R) block<R>(x, w, y, bias, K, stride, outputs);
-        else rows<R - 1>(m, x, w, y, bias, K, stride, outputs);
-    }
-}
-
 template <typename T, typename W>
 void multiply(const T* x, const W* w, T* y, const float* bias, int64_t M, int64_t K, int64_t N)
 {
@@ -311,8 +311,14 @@ void multiply(const T* x, const W* w, T* y, const float* bias, int64_t M, int64_
     at::parallel_for(0, blocks, blocks * M * K < 1 << 14 ? blocks : 1, [&](int64_t first, int64_t last) {
         for (int64_t n = first; n < last; ++n) {
             const int64_t at = n * OUTPUTS, outputs = std::min(OUTPUTS, N - at);
-            for (int64_t m = 0; m < M; m += ROWS)
-                rows<ROWS>(std::min(M - m, ROWS), x + m * K, from_output(w, at, K), y + m * N + at, bias ? bias + at : nullptr, K, N, outputs);
+            const float* b = bias ? bias + at : nullptr;
+            const auto run = [&](const auto* of) {
+                for (int64_t m = 0; m < M; m += ROWS)
+                    with_rows<ROWS>(std::min(M - m, ROWS), [&](auto R) { block<R>(x + m * K, of, y + m * N + at, b, K, N, outputs); });
+            };
+            if constexpr (!std::is_same_v<W, char>) run(w + at * K);
+            else if (M > ROWS) with_codes(w, n, [&](const auto* of) { block_of_many(x, of, y + at, b, M, K, N, outputs); });
+            else with_codes(w, n, run);
         }
     });
 }
@@ -324,8 +330,7 @@ Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Te
     const int64_t K = x.size(-1), M = K ? x.numel() / K : 0, count = (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS * K;
     const bool coded = weight.scalar_type() == at::kByte, bf16 = x.scalar_type() == at::kBFloat16;
     TORCH_CHECK(coded ? bf16 : x.scalar_type() == weight.scalar_type(), "a product's input and weight are of different dtypes");
-    TORCH_CHECK(weight.is_contiguous() && weight.numel() == (coded ? count / (OUTPUTS * INPUTS) * int64_t(sizeof(Codes)) : count),
-        "a product's packed weight has another size");
+    TORCH_CHECK(weight.is_contiguous() && (coded ? weight.numel() > count / 4 : weight.numel() == count), "a product's packed weight has another size");
     auto sizes = x.sizes().vec();
     sizes.back() = outputs;
     Tensor y = at::empty(sizes, x.options());
@@ -336,7 +341,7 @@ Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Te
         if (!multiply_tiled(from, w, to, b, M, K, outputs)) multiply(from, w, to, b, M, K, outputs);
     };
 #if defined(__AVX512BF16__)
-    if (coded) run((const Codes*)weight.const_data_ptr());
+    if (coded) run((const char*)weight.const_data_ptr());
     else
 #endif
     if (bf16) run((const Bits*)weight.const_data_ptr());

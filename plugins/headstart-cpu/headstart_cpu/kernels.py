@@ -74,7 +74,7 @@ def load() -> None:
 OPERATIONS = torch.library.Library("headstart_cpu", "DEF")
 OPERATIONS.define("product(Tensor x, Tensor weight, Tensor? bias, int outputs) -> Tensor")
 OPERATIONS.define("pack(Tensor weight, Tensor(a!) packed, int first) -> ()")
-OPERATIONS.define("encoded(Tensor weight) -> Tensor")
+OPERATIONS.define("encoded(Tensor weight) -> (Tensor, int)")
 OPERATIONS.define("attention(Tensor query, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor")
 
 

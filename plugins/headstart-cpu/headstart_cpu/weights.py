@@ -1,13 +1,14 @@
 """Weights in the order of the kernels, side by side in memory of huge pages, shared by all programs of a model.
 
-They are a second copy of the model's linear layers; where these were dequantized from blocks of 4 bits (GGUF's Q4_0, Q4_1 and Q4_K), codes
-of them, in three eighths of the memory. Read in pages of 4 KB a pass takes half as long again (LOG.md).
+They are a second copy of the model's linear layers; where these were dequantized from GGUF's blocks, codes of 4 or 8 bits, in three or five
+eighths of the memory (codes.h). Read in pages of 4 KB a pass takes half as long again (LOG.md).
 """
 
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -52,10 +53,17 @@ def _key(packed: Packed, held: Mapping[str, Tensor]) -> Any:
 
 
 def _parts(packed: Packed, held: Mapping[str, Tensor]) -> list[Tensor]:
-    """The weights of layers, ``[N, K]``, or their codes if all were dequantized from blocks of 4 bits: products make the same numbers."""
+    """The weights of layers, ``[N, K]``, or their codes if all have some, behind the place and kind of every block."""
     layers = [held[str(name)].t() if packed.transposed else held[str(name)] for name in packed.names]
-    codes = [*takewhile(len, map(torch.ops.headstart_cpu.encoded, layers))]
-    return codes if len(codes) == len(layers) else layers
+    encoded = [*takewhile(itemgetter(1), map(torch.ops.headstart_cpu.encoded, layers))]
+    if len(encoded) < len(layers):
+        return layers
+    sizes = torch.tensor([0] + [codes.shape[1] for codes, _ in encoded for _ in codes])
+    kinds = torch.tensor([kind for codes, kind in encoded for _ in codes])
+    start = -(-len(kinds) * kinds.itemsize // ALIGNED) * ALIGNED
+    header = torch.zeros(start, dtype=torch.uint8)
+    header[: kinds.nbytes] = (4 * (start + sizes.cumsum(0)[:-1]) + kinds).view(torch.uint8)
+    return [header, *(codes.flatten() for codes, _ in encoded)]
 
 
 def _size(parts: Sequence[Tensor]) -> tuple[int, torch.dtype]:

@@ -107,35 +107,56 @@ def test_kernels_for_processors_with_less(option: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-# Weights dequantized from blocks of 4 bits: packed as codes, of which products make the same numbers.
+# Weights dequantized from GGUF's blocks: packed as codes, of which products make the same numbers.
 
 
 @pytest.fixture(scope="module")
 def coding(ops: Any) -> Any:
-    if not len(ops.encoded(torch.zeros(1, 32).bfloat16())):
+    if not ops.encoded(torch.zeros(1, 32).bfloat16())[1]:
         pytest.skip("codes are for processors with AVX-512's bf16")
     return ops
+
+
+D = [*np.array([0.001], np.float16).view(np.uint8)]
+BLOCKS = {  # types that the package does not write: the bytes of 256 numbers, and where their scales and offsets are
+    "Q3_K": (110, {108: D}),
+    "Q4_K": (144, {0: [*D, *np.array([0.0085], np.float16).view(np.uint8)], 4: [0b10101101] * 12}),
+    "Q5_K": (176, {0: [*D, *np.array([0.0085], np.float16).view(np.uint8)], 4: [0b10101101] * 12}),
+    "Q6_K": (210, {208: D}),
+}
 
 
 def dequantized(kind: str, outputs: int, inputs: int) -> Tensor:
     """A random weight in bf16, as transformers makes it of a file's blocks."""
     torch.manual_seed(0)
     type_ = gguf.GGMLQuantizationType[kind]
-    if kind == "Q4_K":  # which the package does not write: scales and offsets of 6 bits, and what these are multiplied with
-        blocks = np.random.default_rng(0).integers(0, 256, (outputs, inputs // 256, 144), np.uint8)
-        blocks[..., :4] = np.array([0.001, 0.0085], np.float16).view(np.uint8)
-        blocks[..., 4:16] = 0b10101101
+    if kind in BLOCKS:
+        size, scales = BLOCKS[kind]
+        blocks = np.random.default_rng(0).integers(0, 256, (outputs, inputs // 256, size), np.uint8)
+        for at, numbers in scales.items():
+            blocks[..., at : at + len(numbers)] = numbers
         stored = blocks.reshape(outputs, -1)
     else:
         stored = gguf.quants.quantize((torch.randn(outputs, inputs) * 0.05).numpy(), type_)
     return torch.from_numpy(gguf.quants.dequantize(stored, type_)).bfloat16()
 
 
-@pytest.mark.parametrize(("kind", "outputs", "inputs"), [("Q4_0", 70, 96), ("Q4_1", 576, 1536), ("Q4_K", 33, 512)])
+def packed(layers: dict[str, Tensor]) -> Tensor:
+    one = Packed(tuple(layers), tuple(map(len, layers.values())))
+    return weights.packed_weights({"it": one}, layers)["it"]
+
+
+KINDS = {"Q4_0": 0.75, "Q4_1": 0.75, "Q4_K": 0.75, "Q3_K": 1.25, "Q5_0": 1.25, "Q5_1": 1.25, "Q5_K": 1.25, "Q6_K": 1.25, "Q8_0": 1.25}
+"""Bytes of a weight."""
+
+
+@pytest.mark.parametrize(("kind", "outputs", "inputs"), [(kind, 33, 512) for kind in KINDS] + [("Q4_1", 576, 1536), ("Q8_0", 576, 1536)])
 def test_products_with_codes_use_the_same_weights(coding: Any, kind: str, outputs: int, inputs: int) -> None:
     weight = dequantized(kind, outputs, inputs)
-    codes = coding.encoded(weight)
-    assert codes.dtype == torch.uint8 and len(codes) == 0.75 * inputs * -(-outputs // 32) * 32
+    found, _ = coding.encoded(weight)
+    assert found.dtype == torch.uint8 and found.numel() == KINDS[kind] * inputs * -(-outputs // 32) * 32
+    assert torch.equal(coding.encoded(weight.T.contiguous().T)[0], found), "a weight that lies otherwise in memory"
+    codes = packed({"w": weight})
     assert torch.equal(coding.product(torch.eye(inputs).bfloat16(), codes, None, outputs), weight.T), "each input alone"
     x, bias = torch.randn(70, inputs).bfloat16(), torch.randn(-(-outputs // 32) * 32)
     exact = x.double() @ weight.double().T + bias[:outputs].double()
@@ -143,12 +164,11 @@ def test_products_with_codes_use_the_same_weights(coding: Any, kind: str, output
     assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * inputs**0.5).all()
     for rows in (1, 2, 5, 12, 13, 33):
         assert torch.equal(torch.cat([coding.product(part, codes, bias, outputs) for part in x.split(rows)]), found)
-    assert torch.equal(coding.encoded(weight.T.contiguous().T), codes), "a weight that lies otherwise in memory"
 
 
 def test_heads_that_were_rounded_have_codes(coding: Any) -> None:
     moments = torch.randn(200, 96)
-    assert len(coding.encoded(rounded(torch.randn(70, 96) / 30, moments.T @ moments).bfloat16()))
+    assert coding.encoded(rounded(torch.randn(70, 96) / 30, moments.T @ moments).bfloat16())[0].numel() == 0.75 * 96 * 96
 
 
 @pytest.mark.usefixtures("coding")
@@ -163,8 +183,9 @@ def test_numbers_at_the_limits() -> None:
         (8 - steps).repeat(2) * 2e37,
     ]
     weight = torch.stack(rows).bfloat16()
-    codes = torch.ops.headstart_cpu.encoded(weight)
-    assert len(codes) and torch.equal(torch.ops.headstart_cpu.product(torch.eye(32).bfloat16(), codes, None, 6), weight.T)
+    codes = packed({"w": weight})
+    assert codes.dtype == torch.uint8
+    assert torch.equal(torch.ops.headstart_cpu.product(torch.eye(32).bfloat16(), codes, None, 6), weight.T)
 
 
 @pytest.mark.parametrize("change", ["random", "one", "nan", "tiny", "inputs"])
@@ -177,16 +198,16 @@ def test_other_weights_have_no_codes(coding: Any, change: str) -> None:
         weight = weight[:, :62]
     else:
         weight[50, 40] = other[change]
-    assert coding.encoded(weight).shape == (0,)
+    assert coding.encoded(weight)[0].shape == (0,)
 
 
 @pytest.mark.usefixtures("coding")
-def test_layers_with_the_same_input_are_packed_as_codes_if_all_are_of_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {"q": dequantized("Q4_0", 40, 64), "k": dequantized("Q4_1", 33, 64), "v": torch.randn(33, 64).bfloat16()}
+def test_layers_with_the_same_input_are_packed_as_codes_if_all_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"q": dequantized("Q4_0", 40, 256), "k": dequantized("Q6_K", 33, 256), "v": torch.randn(33, 256).bfloat16()}
     both, mixed = Packed(("q", "k"), (40, 33)), Packed(("q", "v"), (40, 33))
     found = weights.packed_weights({"both": both, "mixed": mixed}, held)
     assert [found[name].dtype for name in found] == [torch.uint8, torch.bfloat16]
-    x = torch.randn(3, 64).bfloat16()
+    x = torch.randn(3, 256).bfloat16()
     assert weights.packed_weights({"it": both}, held)["it"] is found["both"], "another program's is shared"
     for one, packed in ((both, found["both"]), (mixed, found["mixed"])):
         y = torch.ops.headstart_cpu.product(x, packed, None, 128)
