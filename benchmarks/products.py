@@ -1,7 +1,7 @@
 """Times all products of a decoding step by compiled layers' kernels, for several numbers of rows, in bf16 or fp32, on random weights, and a
 layer's attention to KEYS keys, microseconds.
 
-python benchmarks/products.py --threads 2 [--dtype float32 | --bits 4 8] [--hidden 576 --intermediate 1536 --heads 9 --kv-heads 3
+python benchmarks/products.py --threads 2 [--dtype float32] [--bits 4 8] [--hidden 576 --intermediate 1536 --heads 9 --kv-heads 3
 --layers 30 --vocab 49152] [--json FILE]
 
 The sizes given here are SmolLM2-135M's. With --bits the layers and the readout are codes, as those of a file in Q4_1 and Q8_0 are. Rows
@@ -79,6 +79,6 @@ if __name__ == "__main__":
     parser = options(__doc__)
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
-    parser.add_argument("--bits", type=int, nargs=2, metavar=("LAYERS", "READOUT"), help="weights as codes of 4 or 8 bits (in bfloat16)")
+    parser.add_argument("--bits", type=int, nargs=2, metavar=("LAYERS", "READOUT"), help="weights as codes of 4 or 8 bits")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     run(parser, measured)

@@ -21,11 +21,16 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #define UNROLL _Pragma("GCC unroll 16")
+#if defined(__x86_64__)
+#define KEEP(vector) asm("" : "+v"(vector))   // in a register: GCC reads it from memory wherever it is used
+#else
+#define KEEP(vector)
+#endif
 
 namespace {
 
@@ -48,11 +53,10 @@ typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef double Doubles __attribute__((vector_size(4 * LANES), aligned(8)));   // half as many
 constexpr int64_t OUTPUTS = 32;      // of a block of packed weights
-constexpr int64_t AT_ONCE = 2 * LANES;   // two vectors of sums for every row
 
 template <typename V> inline V load(const void* from) { V value; std::memcpy(&value, from, sizeof value); return value; }
 template <typename V> inline void store(void* to, const V& value) { std::memcpy(to, &value, sizeof value); }
-inline Floats spread(float x) { return Floats{} + x; }
+inline Floats spread(float x) { return x - Floats{}; }   // without an addition: -0 + 0 is another number
 inline float from_bits(Bits x) { return std::bit_cast<float>(uint32_t(x) << 16); }
 inline Floats low(Words pairs) { pairs <<= 16; return (Floats)pairs; }
 inline Floats high(Words pairs) { pairs &= 0xffff0000u; return (Floats)pairs; }
@@ -62,6 +66,34 @@ inline Floats widened(const Bits* from)
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
 #else
     return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+#endif
+}
+
+constexpr float HIDDEN = -1e30f;     // the score of a masked key
+
+template <typename T>
+inline void to_floats(float* to, const T* from, int64_t size)
+{
+    int64_t i = 0;
+    if constexpr (std::is_same_v<T, Bits>)
+        for (; i + LANES <= size; i += LANES) store(to + i, widened(from + i));
+    for (; i < size; ++i) {
+        if constexpr (std::is_same_v<T, bool>) to[i] = from[i] ? 0.0f : HIDDEN;
+        else if constexpr (std::is_same_v<T, Bits>) to[i] = from_bits(from[i]);
+        else to[i] = from[i];
+    }
+}
+
+inline Integers widened(const uint8_t* from)
+{
+#if defined(__AVX512F__)
+    return (Integers)_mm512_cvtepu8_epi32(load<__m128i>(from));
+#elif defined(__AVX2__)
+    return (Integers)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<int64_t>(from)));
+#else
+    Integers made;
+    for (int64_t i = 0; i < LANES; ++i) made[i] = from[i];
+    return made;
 #endif
 }
 
@@ -121,11 +153,113 @@ inline void with_rows(int64_t rows, F f)
 
 // Products. A packed weight [blocks, K, OUTPUTS] holds the weights of one input side by side; in bf16 [blocks, K / 2, OUTPUTS, 2].
 
+constexpr int64_t PART = 2 * INPUTS;   // inputs whose weights are made before they are used
+
+struct Part {
+    const float* weights;   // [n, OUTPUTS]
+    int64_t n;
+    const char* next;       // where the weights that follow lie, to be fetched meanwhile
+    int64_t step;           // bytes of an input's
+};
+
+// The weights of n inputs of a block, from input k on; those that are not so in memory are written to `made`.
+inline Part part(const float* w, int64_t block, int64_t K, int64_t k, int64_t n, float*)
+{
+    const float* from = w + (block * K + k) * OUTPUTS;
+    return {from, n, (const char*)(from + n * OUTPUTS), OUTPUTS * sizeof(float)};
+}
+
+inline Part part(const Bits* w, int64_t block, int64_t K, int64_t k, int64_t n, float* made)
+{
+    const Bits* from = w + (block * K + k) * OUTPUTS;
+    for (int64_t i = 0; i < n; i += 2)
+        for (int64_t o = 0; o < OUTPUTS; o += LANES) {
+            const auto pairs = load<Words>(from + i * OUTPUTS + 2 * o);
+            store(made + i * OUTPUTS + o, low(pairs));
+            store(made + (i + 1) * OUTPUTS + o, high(pairs));
+        }
+    return {made, n, (const char*)(from + n * OUTPUTS), OUTPUTS * sizeof(Bits)};
+}
+
+inline Part part(const char* w, int64_t block, int64_t, int64_t k, int64_t n, float* made)
+{
+    Part found{made, n};
+    with_codes(w, block, [&](const auto* codes, bool round) {
+        const auto* from = codes + k / INPUTS;
+        for (int64_t i = 0; i < n / INPUTS; ++i) {
+            float* to = made + i * INPUTS * OUTPUTS;
+            round ? unpack<true>(from[i], to) : unpack<false>(from[i], to);
+        }
+        found.next = (const char*)(from + n / INPUTS);
+        found.step = sizeof *from / INPUTS;
+    });
+    return found;
+}
+
+// sums [R, OUTPUTS] += x [R, n] weights [n, OUTPUTS], V vectors of outputs at a time. Inlined, GCC keeps the sums in memory.
+template <int64_t R>
+__attribute__((noinline)) void add(const float* x, int64_t K, const Part& of, float* sums)
+{
+    constexpr int64_t V = (R + 1) * OUTPUTS <= 2 * ROWS * LANES ? OUTPUTS / LANES : 2;   // so many that weights have registers too
+    for (int64_t o = 0; o < OUTPUTS; o += V * LANES) {
+        Floats s[R][V], weights[V];
+        const char* next = of.next + o * of.step / OUTPUTS;
+        UNROLL for (int64_t r = 0; r < R; ++r)
+            UNROLL for (int64_t v = 0; v < V; ++v) s[r][v] = load<Floats>(sums + r * OUTPUTS + o + v * LANES);
+        for (int64_t k = 0; k < of.n; ++k) {
+            UNROLL for (int64_t at = 0; at < V * LANES; at += 16) __builtin_prefetch(next + at * 4);
+            next += of.step;
+            UNROLL for (int64_t v = 0; v < V; ++v) {
+                weights[v] = load<Floats>(of.weights + k * OUTPUTS + o + v * LANES);
+                KEEP(weights[v]);
+            }
+            UNROLL for (int64_t r = 0; r < R; ++r) {
+                Floats in = spread(x[r * K + k]);
+                KEEP(in);
+                UNROLL for (int64_t v = 0; v < V; ++v) s[r][v] += in * weights[v];
+            }
+        }
+        UNROLL for (int64_t r = 0; r < R; ++r)
+            UNROLL for (int64_t v = 0; v < V; ++v) store(sums + r * OUTPUTS + o + v * LANES, s[r][v]);
+    }
+}
+
+// Adds in fp32, weights of any kind.
+template <typename T, typename W>
+void multiply_floats(const T* x, const W* w, T* y, const float* bias, int64_t M, int64_t K, int64_t N)
+{
+    std::vector<float> wide;
+    const float* rows;
+    if constexpr (std::is_same_v<T, float>) rows = x;
+    else {
+        wide.resize(M * K);
+        to_floats(wide.data(), x, M * K);
+        rows = wide.data();
+    }
+    const int64_t blocks = (N + OUTPUTS - 1) / OUTPUTS;
+    at::parallel_for(0, blocks, blocks * M * K < 1 << 14 ? blocks : 1, [&](int64_t first, int64_t last) {
+        alignas(64) float made[PART * OUTPUTS];
+        static thread_local std::vector<float> sums;
+        for (int64_t block = first; block < last; ++block) {
+            sums.assign(M * OUTPUTS, 0);
+            for (int64_t k = 0; k < K; k += PART) {
+                const int64_t n = std::min(PART, K - k);
+                const Part weights = part(w, block, K, k, n, made);
+                for (int64_t m = 0; m < M; m += ROWS)
+                    with_rows<ROWS>(std::min(M - m, ROWS), [&](auto R) { add<R>(rows + m * K + k, K, weights, sums.data() + m * OUTPUTS); });
+            }
+            const int64_t at = block * OUTPUTS;
+            for (int64_t m = 0; m < M; ++m)
+                finish(sums.data() + m * OUTPUTS, y + m * N + at, bias ? bias + at : nullptr, std::min(OUTPUTS, N - at));
+        }
+    });
+}
+
+#if defined(__AVX512BF16__)
 template <int64_t R>
 inline void block(const Bits* x, const Bits* w, Bits* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
 {
     float sums[R][OUTPUTS];
-#if defined(__AVX512BF16__)
     __m512 s[R][2];
     UNROLL for (int64_t r = 0; r < R; ++r) s[r][0] = s[r][1] = _mm512_setzero_ps();
     for (int64_t k = 0; k < K; k += 2) {
@@ -139,50 +273,10 @@ inline void block(const Bits* x, const Bits* w, Bits* y, const float* bias, int6
         }
     }
     UNROLL for (int64_t r = 0; r < R; ++r) { _mm512_storeu_ps(sums[r], s[r][0]); _mm512_storeu_ps(sums[r] + LANES, s[r][1]); }
-#else
-    for (int64_t o = 0; o < OUTPUTS; o += AT_ONCE) {
-        Floats s[R][2] = {};
-        for (int64_t k = 0; k < K; k += 2) {
-            const Bits* from = w + k * OUTPUTS + 2 * o;
-            const Words a = load<Words>(from), b = load<Words>(from + AT_ONCE);
-            const Floats even_a = low(a), even_b = low(b), odd_a = high(a), odd_b = high(b);
-            UNROLL for (int64_t r = 0; r < R; ++r) {
-                const Floats even = spread(from_bits(x[r * K + k])), odd = spread(from_bits(x[r * K + k + 1]));
-                s[r][0] += even * even_a;
-                s[r][1] += even * even_b;
-                s[r][0] += odd * odd_a;
-                s[r][1] += odd * odd_b;
-            }
-        }
-        UNROLL for (int64_t r = 0; r < R; ++r) { store(sums[r] + o, s[r][0]); store(sums[r] + o + LANES, s[r][1]); }
-    }
-#endif
     for (int64_t r = 0; r < R; ++r) finish(sums[r], y + r * stride, bias, outputs);
 }
 
-template <int64_t R>
-inline void block(const float* x, const float* w, float* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
-{
-    float sums[R][OUTPUTS];
-    for (int64_t o = 0; o < OUTPUTS; o += AT_ONCE) {
-        Floats s[R][2] = {};
-        for (int64_t k = 0; k < K; ++k) {
-            const float* from = w + k * OUTPUTS + o;
-            const Floats a = load<Floats>(from), b = load<Floats>(from + LANES);
-            __builtin_prefetch(from + 32 * OUTPUTS);
-            __builtin_prefetch(from + 32 * OUTPUTS + LANES);
-            UNROLL for (int64_t r = 0; r < R; ++r) {
-                const Floats in = spread(x[r * K + k]);
-                s[r][0] += in * a;
-                s[r][1] += in * b;
-            }
-        }
-        UNROLL for (int64_t r = 0; r < R; ++r) { store(sums[r] + o, s[r][0]); store(sums[r] + o + LANES, s[r][1]); }
-    }
-    for (int64_t r = 0; r < R; ++r) finish(sums[r], y + r * stride, bias, outputs);
-}
-
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 // Tiles: 0 to 3 sums of two times 16 rows and two times 16 outputs, 4 and 5 those rows, 6 and 7 weights, of 32 inputs at a time.
 constexpr int64_t TILE = 16, AHEAD = 8;
 
@@ -291,7 +385,8 @@ bool multiply_tiled(const Bits* x, const W* w, Bits* y, const float* bias, int64
                 if (count != configured) configure(coded, count);
                 configured = count;
                 const float* b = bias ? bias + at : nullptr;
-                if constexpr (coded) with_codes(w, n, [&](const auto* of) { tiled(turned.data() + m, of, y + m * N + at, b, count, M, K, N, outputs); });
+                const auto run = [&](const auto* of, bool) { tiled(turned.data() + m, of, y + m * N + at, b, count, M, K, N, outputs); };
+                if constexpr (coded) with_codes(w, n, run);
                 else tiled(x + m * K, w + at * K, y + m * N + at, b, count, K, N, outputs);
             }
         }
@@ -304,48 +399,55 @@ template <typename W>
 bool multiply_tiled(const Bits*, const W*, Bits*, const float*, int64_t, int64_t, int64_t) { return false; }
 #endif
 
-template <typename T, typename W>
-void multiply(const T* x, const W* w, T* y, const float* bias, int64_t M, int64_t K, int64_t N)
+template <typename W>
+void multiply(const Bits* x, const W* w, Bits* y, const float* bias, int64_t M, int64_t K, int64_t N)
 {
+    if (multiply_tiled(x, w, y, bias, M, K, N)) return;
     const int64_t blocks = (N + OUTPUTS - 1) / OUTPUTS;
     at::parallel_for(0, blocks, blocks * M * K < 1 << 14 ? blocks : 1, [&](int64_t first, int64_t last) {
         for (int64_t n = first; n < last; ++n) {
             const int64_t at = n * OUTPUTS, outputs = std::min(OUTPUTS, N - at);
             const float* b = bias ? bias + at : nullptr;
-            const auto run = [&](const auto* of) {
+            const auto run = [&](const auto* of, bool = false) {
                 for (int64_t m = 0; m < M; m += ROWS)
                     with_rows<ROWS>(std::min(M - m, ROWS), [&](auto R) { block<R>(x + m * K, of, y + m * N + at, b, K, N, outputs); });
             };
             if constexpr (!std::is_same_v<W, char>) run(w + at * K);
-            else if (M > ROWS) with_codes(w, n, [&](const auto* of) { block_of_many(x, of, y + at, b, M, K, N, outputs); });
+            else if (M > ROWS) with_codes(w, n, [&](const auto* of, bool) { block_of_many(x, of, y + at, b, M, K, N, outputs); });
             else with_codes(w, n, run);
         }
     });
 }
+#else
+template <typename W>
+void multiply(const Bits* x, const W* w, Bits* y, const float* bias, int64_t M, int64_t K, int64_t N) { multiply_floats(x, w, y, bias, M, K, N); }
+#endif
 
-// x [..., K], a packed weight of N outputs, or its codes as bytes: [..., N].
+template <typename W>
+void multiply(const float* x, const W* w, float* y, const float* bias, int64_t M, int64_t K, int64_t N) { multiply_floats(x, w, y, bias, M, K, N); }
+
+// x [..., K], a packed weight of N outputs, in fp32 or, exact in it, in bf16, or codes as bytes: [..., N].
 Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, int64_t outputs)
 {
     const Tensor x = input.contiguous();
     const int64_t K = x.size(-1), M = K ? x.numel() / K : 0, count = (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS * K;
-    const bool coded = weight.scalar_type() == at::kByte, bf16 = x.scalar_type() == at::kBFloat16;
-    TORCH_CHECK(coded ? bf16 : x.scalar_type() == weight.scalar_type(), "a product's input and weight are of different dtypes");
-    TORCH_CHECK(weight.is_contiguous() && (coded ? weight.numel() > count / 4 : weight.numel() == count), "a product's packed weight has another size");
+    const auto of = weight.scalar_type();
+    TORCH_CHECK(x.scalar_type() == at::kFloat || of != at::kFloat, "a product's input and weight are of different dtypes");
+    TORCH_CHECK(weight.is_contiguous() && (of == at::kByte ? weight.numel() > count / 4 : weight.numel() == count),
+        "a product's packed weight has another size");
     auto sizes = x.sizes().vec();
     sizes.back() = outputs;
     Tensor y = at::empty(sizes, x.options());
-    const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
-    const auto run = [&](const auto* w) {
-        const auto* from = (const Bits*)x.const_data_ptr();
-        auto* to = (Bits*)y.data_ptr();
-        if (!multiply_tiled(from, w, to, b, M, K, outputs)) multiply(from, w, to, b, M, K, outputs);
+    const auto run = [&](auto typed) {
+        const auto *from = (const decltype(typed)*)x.const_data_ptr();
+        const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
+        auto* to = (decltype(typed)*)y.data_ptr();
+        const void* w = weight.const_data_ptr();
+        if (of == at::kByte) multiply(from, (const char*)w, to, b, M, K, outputs);
+        else if (of == at::kBFloat16) multiply(from, (const Bits*)w, to, b, M, K, outputs);
+        else if constexpr (std::is_same_v<decltype(typed), float>) multiply(from, (const float*)w, to, b, M, K, outputs);
     };
-#if defined(__AVX512BF16__)
-    if (coded) run((const char*)weight.const_data_ptr());
-    else
-#endif
-    if (bf16) run((const Bits*)weight.const_data_ptr());
-    else multiply(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), y.data_ptr<float>(), b, M, K, outputs);
+    x.scalar_type() == at::kFloat ? run(float()) : run(Bits());
     return y;
 }
 
@@ -374,20 +476,6 @@ void pack(const Tensor& weight, Tensor& packed, int64_t first)
 
 constexpr int64_t KEYS = 16;         // of a block
 constexpr int64_t QUERIES = 16;      // of a key head that are computed together: so many use a block of keys once it is in the cache
-constexpr float HIDDEN = -1e30f;     // the score of a masked key
-
-template <typename T>
-inline void to_floats(float* to, const T* from, int64_t size)
-{
-    int64_t i = 0;
-    if constexpr (std::is_same_v<T, Bits>)
-        for (; i + LANES <= size; i += LANES) store(to + i, widened(from + i));
-    for (; i < size; ++i) {
-        if constexpr (std::is_same_v<T, bool>) to[i] = from[i] ? 0.0f : HIDDEN;
-        else if constexpr (std::is_same_v<T, Bits>) to[i] = from_bits(from[i]);
-        else to[i] = from[i];
-    }
-}
 
 // Queries and keys are multiplied in bf16 where the processor does that, and else in fp32.
 #if defined(__AVX512BF16__)

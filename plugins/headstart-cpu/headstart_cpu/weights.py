@@ -57,12 +57,13 @@ def _parts(packed: Packed, held: Mapping[str, Tensor]) -> list[Tensor]:
     layers = [held[str(name)].t() if packed.transposed else held[str(name)] for name in packed.names]
     encoded = [*takewhile(itemgetter(1), map(torch.ops.headstart_cpu.encoded, layers))]
     if len(encoded) < len(layers):
-        return layers
+        short = [layer.bfloat16() for layer in layers]
+        return short if all(map(torch.equal, (layer.float() for layer in short), layers)) else layers
     sizes = torch.tensor([0] + [codes.shape[1] for codes, _ in encoded for _ in codes])
     kinds = torch.tensor([kind for codes, kind in encoded for _ in codes])
     start = -(-len(kinds) * kinds.itemsize // ALIGNED) * ALIGNED
     header = torch.zeros(start, dtype=torch.uint8)
-    header[: kinds.nbytes] = (4 * (start + sizes.cumsum(0)[:-1]) + kinds).view(torch.uint8)
+    header[: kinds.nbytes] = (8 * (start + sizes.cumsum(0)[:-1]) + kinds).view(torch.uint8)
     return [header, *(codes.flatten() for codes, _ in encoded)]
 
 

@@ -109,14 +109,6 @@ def test_kernels_for_processors_with_less(option: str) -> None:
 
 # Weights dequantized from GGUF's blocks: packed as codes, of which products make the same numbers.
 
-
-@pytest.fixture(scope="module")
-def coding(ops: Any) -> Any:
-    if not ops.encoded(torch.zeros(1, 32).bfloat16())[1]:
-        pytest.skip("codes are for processors with AVX-512's bf16")
-    return ops
-
-
 D = [*np.array([0.001], np.float16).view(np.uint8)]
 BLOCKS = {  # types that the package does not write: the bytes of 256 numbers, and where their scales and offsets are
     "Q3_K": (110, {108: D}),
@@ -127,7 +119,7 @@ BLOCKS = {  # types that the package does not write: the bytes of 256 numbers, a
 
 
 def dequantized(kind: str, outputs: int, inputs: int) -> Tensor:
-    """A random weight in bf16, as transformers makes it of a file's blocks."""
+    """A random weight in fp32, as transformers makes it of a file's blocks."""
     torch.manual_seed(0)
     type_ = gguf.GGMLQuantizationType[kind]
     if kind in BLOCKS:
@@ -138,7 +130,7 @@ def dequantized(kind: str, outputs: int, inputs: int) -> Tensor:
         stored = blocks.reshape(outputs, -1)
     else:
         stored = gguf.quants.quantize((torch.randn(outputs, inputs) * 0.05).numpy(), type_)
-    return torch.from_numpy(gguf.quants.dequantize(stored, type_)).bfloat16()
+    return torch.from_numpy(gguf.quants.dequantize(stored, type_))
 
 
 def packed(layers: dict[str, Tensor]) -> Tensor:
@@ -150,28 +142,41 @@ KINDS = {"Q4_0": 0.75, "Q4_1": 0.75, "Q4_K": 0.75, "Q3_K": 1.25, "Q5_0": 1.25, "
 """Bytes of a weight."""
 
 
+ROUNDED = {"bf16": lambda x: x.bfloat16(), "bf16 in fp32": lambda x: x.bfloat16().float(), "fp32": lambda x: x}
+
+
+@pytest.mark.parametrize("numbers", ROUNDED)
 @pytest.mark.parametrize(("kind", "outputs", "inputs"), [(kind, 33, 512) for kind in KINDS] + [("Q4_1", 576, 1536), ("Q8_0", 576, 1536)])
-def test_products_with_codes_use_the_same_weights(coding: Any, kind: str, outputs: int, inputs: int) -> None:
-    weight = dequantized(kind, outputs, inputs)
-    found, _ = coding.encoded(weight)
+def test_products_with_codes_use_the_same_weights(ops: Any, kind: str, outputs: int, inputs: int, numbers: str) -> None:
+    weight = ROUNDED[numbers](dequantized(kind, outputs, inputs))
+    found, _ = ops.encoded(weight)
     assert found.dtype == torch.uint8 and found.numel() == KINDS[kind] * inputs * -(-outputs // 32) * 32
-    assert torch.equal(coding.encoded(weight.T.contiguous().T)[0], found), "a weight that lies otherwise in memory"
+    assert torch.equal(ops.encoded(weight.T.contiguous().T)[0], found), "a weight that lies otherwise in memory"
     codes = packed({"w": weight})
-    assert torch.equal(coding.product(torch.eye(inputs).bfloat16(), codes, None, outputs), weight.T), "each input alone"
-    x, bias = torch.randn(70, inputs).bfloat16(), torch.randn(-(-outputs // 32) * 32)
+    assert torch.equal(ops.product(torch.eye(inputs).to(weight), codes, None, outputs), weight.T), "each input alone"
+    x, bias = torch.randn(70, inputs).to(weight), torch.randn(-(-outputs // 32) * 32)
     exact = x.double() @ weight.double().T + bias[:outputs].double()
-    found = coding.product(x, codes, bias, outputs)
+    found = ops.product(x, codes, bias, outputs)
     assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * inputs**0.5).all()
     for rows in (1, 2, 5, 12, 13, 33):
-        assert torch.equal(torch.cat([coding.product(part, codes, bias, outputs) for part in x.split(rows)]), found)
+        assert torch.equal(torch.cat([ops.product(part, codes, bias, outputs) for part in x.split(rows)]), found)
 
 
-def test_heads_that_were_rounded_have_codes(coding: Any) -> None:
+def test_numbers_of_bf16_in_fp32_are_kept_in_half_the_memory(ops: Any) -> None:
+    weight, x = torch.randn(49, 96).bfloat16().float(), torch.randn(7, 96)
+    half, whole = packed({"w": weight}), torch.zeros(64 * 96)
+    ops.pack(weight, whole, 0)
+    assert half.dtype == torch.bfloat16 and torch.equal(ops.product(x, half, None, 49), ops.product(x, whole, None, 49))
+    weight[48, 95] += 1e-3
+    assert packed({"w": weight}).dtype == torch.float32
+
+
+def test_heads_that_were_rounded_have_codes(ops: Any) -> None:
     moments = torch.randn(200, 96)
-    assert coding.encoded(rounded(torch.randn(70, 96) / 30, moments.T @ moments).bfloat16())[0].numel() == 0.75 * 96 * 96
+    assert ops.encoded(rounded(torch.randn(70, 96) / 30, moments.T @ moments).bfloat16())[0].numel() == 0.75 * 96 * 96
 
 
-@pytest.mark.usefixtures("coding")
+@pytest.mark.usefixtures("ops")
 def test_numbers_at_the_limits() -> None:
     steps, tenth = torch.arange(16).float(), torch.full((32,), 0.1)
     rows = [
@@ -189,8 +194,8 @@ def test_numbers_at_the_limits() -> None:
 
 
 @pytest.mark.parametrize("change", ["random", "one", "nan", "tiny", "inputs"])
-def test_other_weights_have_no_codes(coding: Any, change: str) -> None:
-    weight = dequantized("Q4_1", 64, 64)
+def test_other_weights_have_no_codes(ops: Any, change: str) -> None:
+    weight = dequantized("Q4_1", 64, 64).bfloat16()
     other = {"one": float(weight[50, 40]) * 1.02 + 1e-3, "nan": float("nan"), "tiny": 1e-39}
     if change == "random":
         weight = torch.randn(64, 64).bfloat16()
@@ -198,12 +203,16 @@ def test_other_weights_have_no_codes(coding: Any, change: str) -> None:
         weight = weight[:, :62]
     else:
         weight[50, 40] = other[change]
-    assert coding.encoded(weight)[0].shape == (0,)
+    assert ops.encoded(weight)[0].shape == (0,)
 
 
-@pytest.mark.usefixtures("coding")
+@pytest.mark.usefixtures("ops")
 def test_layers_with_the_same_input_are_packed_as_codes_if_all_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {"q": dequantized("Q4_0", 40, 256), "k": dequantized("Q6_K", 33, 256), "v": torch.randn(33, 256).bfloat16()}
+    held = {
+        "q": dequantized("Q4_0", 40, 256).bfloat16(),
+        "k": dequantized("Q6_K", 33, 256).bfloat16(),
+        "v": torch.randn(33, 256).bfloat16(),
+    }
     both, mixed = Packed(("q", "k"), (40, 33)), Packed(("q", "v"), (40, 33))
     found = weights.packed_weights({"both": both, "mixed": mixed}, held)
     assert [found[name].dtype for name in found] == [torch.uint8, torch.bfloat16]
@@ -220,7 +229,7 @@ def test_layers_with_the_same_input_are_packed_as_codes_if_all_have_some(monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("coding")
+@pytest.mark.usefixtures("ops")
 def test_a_file_of_4_bits_is_decoded_with_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADSTART_COMPILE", raising=False)
     path = write_gguf(tmp_path / "model.gguf", *chat_model(), kind="Q4_1")
