@@ -7,6 +7,7 @@ from typing import Any, cast
 import peft
 import pytest
 import torch
+from errors import refuses
 from families import left_padded, prompts, random_drafter, say, shake, tiny
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -221,8 +222,7 @@ def test_what_is_changed_after_heads_were_loaded_counts_or_is_refused(change: st
             say(of, row, **how)
         assert said in str(caught.value) and "\n" not in str(caught.value)
     if change in ("last token", "last logits", "memory"):
-        with pytest.raises(UserError, match="has layers or hooks of your own that compute a token otherwise where"):
-            headstart.load(None, backbone=model)
+        refuses("has layers or hooks of your own that compute a token otherwise where", headstart.load, None, backbone=model)
 
 
 def test_an_adapter_that_mixes_by_the_whole_pass_is_tried_when_it_is_enabled() -> None:
@@ -241,5 +241,4 @@ def test_an_adapter_that_mixes_by_the_whole_pass_is_tried_when_it_is_enabled() -
 def test_an_output_layer_without_a_matrix_is_one_line() -> None:
     model = tiny("shallow")
     model.lm_head = torch.ao.nn.quantized.dynamic.Linear(model.config.hidden_size, model.config.vocab_size)
-    with pytest.raises(UserError, match="has an output layer without a matrix .* quantize the other layers alone"):
-        headstart.load(None, backbone=model)
+    refuses("has an output layer without a matrix .* quantize the other layers alone", headstart.load, None, backbone=model)

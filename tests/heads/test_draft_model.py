@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refuses
 from families import FAMILIES, LAYERS, VOCAB, backbone, build, left_padded, prompts, random_drafter, say, texts, tiny, unpadded
 from test_cache import audited
 from tokenizers import Tokenizer, models
@@ -181,8 +182,7 @@ def words(*changed: int) -> PreTrainedTokenizerFast:
 def test_sizes_may_differ_where_tokenizers_show_that_it_is_padding(size: int) -> None:
     on, rows = backbone("qwen3"), left_padded(prompts())
     small = tiny("llama", vocab_size=size)
-    with pytest.raises(UserError, match=f"vocabulary of {size} and backbone .* of {VOCAB}.*padded"):
-        DraftModel.of(on, small)
+    refuses(f"vocabulary of {size} and backbone .* of {VOCAB}.*padded", DraftModel.of, on, small)
     drafter = DraftModel.of(on, small, tokenizers=(words(), words()))
     for sample in (False, True):
         options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample, "seed": 1}
@@ -200,21 +200,18 @@ def test_a_draft_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
     assert load_draft_model(str(folder), on, tokenizer=words(5, 8)).small.name == str(folder)
     with pytest.raises(UserError, match=r"token 5 is 'other5' to draft model .*small and 'word5' to backbone .*\(2 tokens differ\)"):
         load_draft_model(str(folder), on, tokenizer=words())
-    with pytest.raises(UserError, match="draft model: no backbone at .*nowhere"):
-        load_draft_model(str(tmp_path / "nowhere"), on)
+    refuses("draft model: no backbone at .*nowhere", load_draft_model, str(tmp_path / "nowhere"), on)
 
 
 @pytest.mark.parametrize("layers", [0, -1, LAYERS + 1, "2", True])
 def test_early_exit_refuses_layers_that_are_not_there(layers: Any) -> None:
-    with pytest.raises(UserError, match=f"early exit.layers .*; got {layers!r}"):
-        EarlyExit(backbone("gpt2"), layers=layers)
+    refuses(f"early exit.layers .*; got {layers!r}", EarlyExit, backbone("gpt2"), layers=layers)
 
 
 def test_what_is_not_trained_is_neither_taught_nor_saved(tmp_path: Path) -> None:
     drafter = EarlyExit(backbone("llama"), layers=2)
     for wrong in (lambda: drafter(None), lambda: drafter.use_vocabulary(None), lambda: drafter.save_pretrained(tmp_path / "x")):
-        with pytest.raises(UserError, match="EarlyExit drafts"):
-            wrong()
+        refuses("EarlyExit drafts", wrong)
     assert not (tmp_path / "x").exists(), "nothing half-written"
     with pytest.raises(TypeError, match="abstract"):
         Drafter(backbone("llama"))  # type: ignore[abstract]
@@ -223,21 +220,16 @@ def test_what_is_not_trained_is_neither_taught_nor_saved(tmp_path: Path) -> None
 def test_what_does_not_work_is_refused() -> None:
     on, wrapped = backbone("llama"), tiny("llama")
     wrapped.base_model.forward = wrapped.base_model.forward  # bound to the whole model, as libraries that place layers on devices do
-    with pytest.raises(UserError, match="LlamaForCausalLM does not run with its first 2 layers alone"):
-        EarlyExit(Backbone(wrapped), layers=2)
+    refuses("LlamaForCausalLM does not run with its first 2 layers alone", EarlyExit, Backbone(wrapped), layers=2)
     for make in (lambda: DraftModel.of(on, near("llama"), depth=0), lambda: EarlyExit(on, layers=2, depth=0)):
-        with pytest.raises(UserError, match="depth is a whole number of at least 1; got 0"):
-            make()
+        refuses("depth is a whole number of at least 1; got 0", make)
     elsewhere = copy.copy(backbone("gpt2"))
     elsewhere.embed = torch.nn.Embedding(VOCAB, 2, device="meta")
-    with pytest.raises(UserError, match="is on meta and backbone .* on cpu; move one"):
-        DraftModel.of(on, elsewhere)
+    refuses("is on meta and backbone .* on cpu; move one", DraftModel.of, on, elsewhere)
     hybrid: Any = copy.copy(on)
     hybrid.recurrent = "layers"
-    with pytest.raises(UserError, match="draft model .* has recurrent layers"):
-        DraftModel.of(on, hybrid)
-    with pytest.raises(UserError, match="has recurrent layers.*without early exit"):
-        EarlyExit(hybrid, layers=2)
+    refuses("draft model .* has recurrent layers", DraftModel.of, on, hybrid)
+    refuses("has recurrent layers.*without early exit", EarlyExit, hybrid, layers=2)
 
 
 def test_layers_may_lie_deeper_in_the_model() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of, refusal
+from errors import error_of, refusal, refuses
 from families import VOCAB, backbone, every_head, following, random_drafter, read, texts, tiny
 from safetensors.torch import load_file
 from small_run import Forked, make_recipe, read_log, train_once
@@ -154,8 +154,7 @@ def test_what_dflash2_adds_to_dflash_is_new(tmp_path: Path, correction: str) -> 
     for logits, same in zip(one, other, strict=True):
         torch.testing.assert_close(logits, same, atol=1e-5, rtol=1e-5)
     for change in ({"correction": "markov"}, {"correction": "none", "convolution": False, "causal": False}):
-        with pytest.raises(UserError, match=r"markov_head|drafter.causal true"):
-            started("block", tmp_path, **{"depth": 3, "layers": 2, "causal": True} | change)
+        refuses(r"markov_head|drafter.causal true", started, "block", tmp_path, **{"depth": 3, "layers": 2, "causal": True} | change)
     saved("block", tmp_path / "second", depth=3, layers=2, correction="selector")
     with pytest.raises(UserError, match=r"tensor candidate_selector\.predecessor_codebook is \[61, 256\] there and missing here"):
         started("block", tmp_path / "second", depth=3, layers=2, correction="none")
@@ -220,8 +219,7 @@ def test_other_heads_are_refused(tmp_path: Path) -> None:
         assert message in str(error.value)
     weights = tmp_path / "medusa_lm_head.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(UserError, match="^drafter.init: .* is truncated or changed"):
-        read_warm_start(str(tmp_path), "medusa", on)
+    refuses("^drafter.init: .* is truncated or changed", read_warm_start, str(tmp_path), "medusa", on)
 
 
 def test_a_run_goes_on_from_trained_heads(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

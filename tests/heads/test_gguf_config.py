@@ -100,9 +100,7 @@ def test_what_transformers_leaves_out(
         ("minimax-m2", RMS | USED, "minimax-m2.expert_gating_func"),
     ],
 )  # fmt: skip
-def test_a_key_without_a_default_is_one_line(
-    architecture: str, stated: dict[str, Any], lacking: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_without_a_default_is_one_line(architecture: str, stated: dict[str, Any], lacking: str, tmp_path: Path, caplog: Any) -> None:
     config_of(tmp_path, architecture, stated)
     (line,) = said_by(caplog)
     assert line.startswith(f"small.gguf lacks {lacking}, for which GGUF has no default: ")
@@ -195,9 +193,7 @@ def test_windows_of_some_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture
                          "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.attn_factor": 0.5}, "qwen2.rope.scaling.attn_factor = 0.5"),
     ],
 )  # fmt: skip
-def test_what_nothing_accounts_for_is_one_line(
-    architecture: str, stated: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_nothing_accounts_for_is_one_line(architecture: str, stated: dict[str, Any], said: str, tmp_path: Path, caplog: Any) -> None:
     config = config_of(tmp_path, architecture, stated)
     assert said_by(caplog) == [f"small.gguf states {said}, which is not read: the model may compute otherwise"]
     if "rope.scaling.type" in stated:
@@ -248,9 +244,7 @@ PARTS = "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_
 
 
 @pytest.mark.parametrize("architecture", ["minimax-m2", "qwen3moe"])
-def test_only_what_nothing_takes_of_a_mixture_of_experts_is_named(
-    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_what_nothing_takes_of_a_mixture_of_experts_is_named(architecture: str, tmp_path: Path, caplog: Any) -> None:
     """All of MiniMax-M2 is read; a Qwen3 has no bias for its choice of experts."""
     biases = ["blk.0.exp_probs_b.bias", "blk.1.exp_probs_b.bias"]
     tensors = [

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from chat_templates import make_chat_model
-from errors import error_of
+from errors import error_of, refuses
 from families import say
 from gguf_models import chat_model, write_gguf
 from small_run import make_recipe
@@ -118,8 +118,7 @@ def test_what_the_memory_cannot_hold_is_refused_before_anything_is_computed(reci
     many = {"tree": TreeShape(4096, 4), "max_new_tokens": 4}
     line = "4194304 sequences of 1 tokens with trees of 4096 nodes need at least .*; lower the batch size"
     with register_module_forward_pre_hook(lambda *of: pytest.fail("computed")):
-        with pytest.raises(UserError, match=line):
-            say(on, {"input_ids": ids_BT}, **many)
+        refuses(line, say, on, {"input_ids": ids_BT}, **many)
         with pytest.raises(pytest.fail.Exception, match="computed"):  # one sequence at a time fits
             say(on, {"input_ids": ids_BT[:9]}, **many, batch_size=1)
 

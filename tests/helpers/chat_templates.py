@@ -48,15 +48,10 @@ OPENING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.conten
 """Opens every generated answer with a thought, although past answers need not contain one."""
 
 SPECIAL = {
-    CHATML: "<|im_start|> <|im_end|>",
-    QWEN3: "<|im_start|> <|im_end|>",
-    OPENING: "<|im_start|> <|im_end|>",
-    LLAMA3: "<|start_header_id|> <|end_header_id|> <|eot_id|>",
-    GEMMA: "<start_of_turn> <end_of_turn>",
-    PHI3: "<|user|> <|assistant|> <|end|>",
-    VICUNA: "",
-    PLAIN: "",
-}
+    CHATML: "<|im_start|> <|im_end|>", QWEN3: "<|im_start|> <|im_end|>", OPENING: "<|im_start|> <|im_end|>",
+    LLAMA3: "<|start_header_id|> <|end_header_id|> <|eot_id|>", GEMMA: "<start_of_turn> <end_of_turn>",
+    PHI3: "<|user|> <|assistant|> <|end|>", VICUNA: "", PLAIN: "",
+}  # fmt: skip
 CORPUS = 3 * [
     "What is two and two? It is four.",
     "And three? Six, I think.",

@@ -173,13 +173,7 @@ def exports(of: Subject) -> None:
 
 
 CHECKS: dict[str, Callable[[Subject], None]] = {
-    "contract": contract,
-    "greedy": greedy,
-    "sampled": sampled,
-    "batch": batch,
-    "adaptive trees": adaptive_trees,
-    "train": trains,
-    "save, load": saves_and_loads,
-    "export": exports,
-}
+    "contract": contract, "greedy": greedy, "sampled": sampled, "batch": batch, "adaptive trees": adaptive_trees, "train": trains,
+    "save, load": saves_and_loads, "export": exports,
+}  # fmt: skip
 """Column of the table -> its check."""

@@ -26,7 +26,6 @@ from headstart.inference.engine.proposer import NAMES
 from headstart.inference.engine.suffix import SuffixProposer
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import GenerateOutput
-from headstart.support.errors import UserError
 
 LENGTH = 12
 
@@ -64,8 +63,7 @@ def test_it_writes_what_the_model_writes_alone(model: PreTrainedModel, folders: 
     stopped = carried(model, folder, ROW, eos_token_id=eos, streamer=(noted := Noted()))
     assert torch.equal(stopped, model.generate(**ROW, max_new_tokens=LENGTH, do_sample=False, eos_token_id=eos))
     assert torch.equal(torch.cat([part.flatten() for part in noted.got]), stopped[0]) and noted.ended == 1
-    with pytest.raises(UserError, match="tree is 'auto' or a TreeShape"):
-        carried(model, folder, tree=3)
+    refuses("tree is 'auto' or a TreeShape", carried, model, folder, tree=3)
 
 
 def test_heads_are_loaded_once_and_again_when_they_change(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -135,16 +133,13 @@ def test_heads_of_another_model_and_damaged_heads(model: PreTrainedModel, folder
     refuses("with other weights", carried, other, folders["medusa"])
     plain = other.generate(**ROWS, max_new_tokens=LENGTH, do_sample=False)
     assert torch.equal(carried(other, folders["medusa"], allow_finetuned=True), plain)
-    with pytest.raises(UserError, match="hidden_size|model_type"):
-        carried(tiny("gpt2"), folders["medusa"])
+    refuses("hidden_size|model_type", carried, tiny("gpt2"), folders["medusa"])
     shutil.copytree(folders["medusa"], tmp_path / "damaged")
     card = json.loads((tmp_path / "damaged" / METADATA).read_text())
     (tmp_path / "damaged" / METADATA).write_text(json.dumps(card | {"format": 99}))
-    with pytest.raises(UserError, match="format 99"):
-        carried(model, tmp_path / "damaged")
+    refuses("format 99", carried, model, tmp_path / "damaged")
     (tmp_path / "damaged" / METADATA).unlink()
-    with pytest.raises(UserError, match=f"no {METADATA}"):
-        carried(model, tmp_path / "damaged")
+    refuses(f"no {METADATA}", carried, model, tmp_path / "damaged")
 
 
 def test_without_headstart_it_says_what_is_missing(
@@ -164,8 +159,7 @@ def test_a_draft_model_loaded_as_a_model_generates_alone(folders: dict[str, Path
     assert "generate" in vars(trusted)
     assert torch.equal(trusted.generate(**ROWS, **options), alone.generate(**ROWS, **options))
     model = heads("llama", "medusa").backbone.model
-    with pytest.raises(UserError, match="pass it as heads="):
-        headstart.custom_generate(model, None, {})
+    refuses("pass it as heads=", headstart.custom_generate, model, None, {})
 
 
 # What drafts without training is loaded in Python by the names that the command line has.

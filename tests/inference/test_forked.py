@@ -20,7 +20,6 @@ import headstart
 from headstart.cli.main import main
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.support.errors import UserError
 
 ROW, ROWS = left_padded(prompts((9,))), left_padded(prompts((9, 4, 6)))
 LENGTH = 24
@@ -247,11 +246,9 @@ def test_what_cannot_be_used_is_one_line(arguments: dict[str, Any], message: str
 
 
 def test_a_missing_package_or_end_token_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="has no end token"):
-        headstart.grammar(tokenizer(end=None), regex="a")
+    refuses("has no end token", headstart.grammar, tokenizer(end=None), regex="a")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UserError, match=r"llguidance, which is not installed; run: pip install 'headstart\[grammar\]'"):
-        headstart.grammar(tokenizer(), regex="a")
+    refuses(r"llguidance, which is not installed; run: pip install 'headstart\[grammar\]'", headstart.grammar, tokenizer(), regex="a")
 
 
 def test_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

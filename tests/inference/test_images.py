@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, refuses
 from families import Scripted, random_drafter, say, texts, unpadded
 from image_models import FAMILIES, IMAGE, LAST, Picture, batch_of, image_backbone, image_model, make_image_model, prompt_of
 from PIL import Image
@@ -89,11 +89,9 @@ def test_a_conversation_continues_behind_its_images(family: str) -> None:
     ids = torch.cat([first, texts(1, 5, 9).clamp(max=LAST)], 1)
     second = model.generate(**also_written(prompt, ids), **HOW)
     assert torch.equal(say(of, also_written(prompt, ids, pictures=False), past_key_values=cache, tree=TREE, **HOW), second)
-    with pytest.raises(UserError, match="not read after what a"):
-        say(of, also_written(prompt, ids), past_key_values=cache, **HOW)
+    refuses("not read after what a", say, of, also_written(prompt, ids), past_key_values=cache, **HOW)
     other = torch.cat([prompt["input_ids"][:, :6], ids[:, 5:]], 1)  # another text before the last image
-    with pytest.raises(UserError, match="places for image input that is not given"):
-        say(of, also_written(prompt, other, pictures=False), past_key_values=cache, **HOW)
+    refuses("places for image input that is not given", say, of, also_written(prompt, other, pictures=False), past_key_values=cache, **HOW)
 
 
 def test_passes_that_are_traced_take_the_positions_behind_images() -> None:
@@ -147,8 +145,7 @@ def test_heads_say_once_that_they_have_seen_no_images(caplog: pytest.LogCaptureF
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
     prompt = {name: value for name, value in (prompt_of("smolvlm", ONE) | changes).items() if value is not None}
-    with pytest.raises(UserError, match=said):
-        say(drafting("smolvlm"), prompt | {"attention_mask": torch.ones_like(prompt["input_ids"])}, **HOW)
+    refuses(said, say, drafting("smolvlm"), prompt | {"attention_mask": torch.ones_like(prompt["input_ids"])}, **HOW)
 
 
 @pytest.fixture(scope="module")
@@ -242,8 +239,7 @@ def test_rows_of_the_same_tokens_have_their_own_images(folder: Path, monkeypatch
     assert not prompter.beside(text, torch.device("cpu")) and torch.equal(text, twice), "with one first token"
     for row, said in (({"text": "Some text.", "image": "red.png"}, "to ask a question with them"),
                       ({"question": "An <image>?"}, "has 1 more tokens of images than its images give")):  # fmt: skip
-        with pytest.raises(UserError, match=said):
-            prompter.of_row(row)
+        refuses(said, prompter.of_row, row)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     refusing = ImagePrompter(tokenizer, with_images=True, reader=prompter.reader)
     with pytest.raises(UserError, match="refuses the conversation with images: no; change it, or leave it out"):
@@ -261,9 +257,7 @@ def test_rows_of_the_same_tokens_have_their_own_images(folder: Path, monkeypatch
         (["--raw", "an <image>"], "the prompt has 1 tokens 4, places for image input that is not given"),
     ],
 )
-def test_images_that_cannot_be_read(
-    given: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_that_cannot_be_read(given: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(folder)
     assert said in error_of(capsys, "generate", *ARGUMENTS, *given, *([] if given[-1] == "an <image>" else ["What?"]))
 
@@ -278,8 +272,6 @@ def test_the_processors_template_counts(folder: Path) -> None:
 def test_a_model_without_image_settings(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in (folder / "model").glob("*token*"):
         (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(UserError, match="no settings for images|cannot load processor"):
-        load_processor(str(tmp_path))
+    refuses("no settings for images|cannot load processor", load_processor, str(tmp_path))
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(UserError, match="needs Pillow: pip install"):
-        read_image("red.png")
+    refuses("needs Pillow: pip install", read_image, "red.png")

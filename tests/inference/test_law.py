@@ -24,13 +24,9 @@ from headstart.support.errors import UserError
 FEW = 7
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 SETTINGS: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "vocab_size": FEW,
-}
+}  # fmt: skip
 WARPERS: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_p": 0.85}, {"temperature": 1.6, "top_k": 4, "repetition_penalty": 1.4}]
 
 

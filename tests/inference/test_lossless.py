@@ -39,13 +39,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "bias": {"sequence_bias": {(3,): 2.5, (15, 15): -9.0, (22, 9): 4.0}},
     "own": {"logits_processor": LogitsProcessorList([Superstition()])},
     "all": {
-        "repetition_penalty": 1.3,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[7], [15, 22]],
-        "suppress_tokens": [8],
+        "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[7], [15, 22]], "suppress_tokens": [8],
         "logits_processor": LogitsProcessorList([Superstition()]),
     },
-}
+}  # fmt: skip
 WARPERS: dict[str, dict[str, Any]] = {
     "none": {},
     "usual": {"temperature": 0.7, "top_k": 12, "top_p": 0.9},

@@ -95,9 +95,7 @@ def test_a_model_whose_own_loop_loses_it() -> None:
 
 
 @pytest.mark.parametrize("installed, said", [(f"{TESTED}.9", False), ("5.20.0", False), ("5.99.0.dev0", True), ("6.0.0", True)])
-def test_a_newer_version_is_named_once(
-    installed: str, said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_version_is_named_once(installed: str, said: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(model_config.transformers, "__version__", installed)
     say_untested.cache_clear()
     with caplog.at_level(logging.WARNING):

@@ -29,21 +29,9 @@ MOST_PARAMETERS = 6
 FRONT_DOOR = {"inference/generate.py": {"generate", "load"}}
 """Functions whose signatures follow transformers' ``generate`` and ``from_pretrained``."""
 PUBLIC = {
-    "Backbone",
-    "Drafter",
-    "Features",
-    "SpeculativeModel",
-    "TreeShape",
-    "__version__",
-    "show",
-    "stateless",
-    "custom_generate",
-    "grammar",
-    "load",
-    "load_backbone",
-    "load_recipe",
-    "load_tokenizer",
-}
+    "Backbone", "Drafter", "Features", "SpeculativeModel", "TreeShape", "__version__", "show", "stateless", "custom_generate", "grammar",
+    "load", "load_backbone", "load_recipe", "load_tokenizer",
+}  # fmt: skip
 FACADE_FOR_ALL = {"__version__", "chat", "recipes", "support"}
 """Names any layer may take from `headstart` itself (recipes are data); other public names are imported from their own modules."""
 

@@ -51,9 +51,7 @@ def test_they_parse() -> None:
 
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("line", [pytest.param(line, marks=() if line in FAST else pytest.mark.slow) for line in ALL])
-def test_it_runs(
-    line: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdin: Callable[[str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_runs(line: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdin: Callable[[str], None], capsys: Any) -> None:
     if (reason := reason_not_run(line)) is not None:
         pytest.skip(f"parsed only: {reason}")
     place = tmp_path / "place"

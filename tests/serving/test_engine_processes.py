@@ -10,6 +10,7 @@ import engines_alone
 import pytest
 import torch
 from engines_alone import plain_reader_agrees
+from errors import refuses
 from families import SIZES, build, random_drafter, tiny
 from gguf_models import write_gguf
 from torch import Tensor
@@ -71,26 +72,20 @@ def test_rounds_of_what_the_driver_recorded(tmp_path: Path, heads: Path, monkeyp
 def test_what_vllm_says_is_one_line(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = str(write_model(tmp_path / "model")), EngineSettings(2, 4)
     write_python(tmp_path, """echo '{"error": "ValueError: no such\\\\n method"}' > "$4" """, monkeypatch)
-    with pytest.raises(UserError, match="^vLLM cannot serve this: ValueError: no such method$"):
-        vllm.draft(heads, model, [[1]], settings)
+    refuses("^vLLM cannot serve this: ValueError: no such method$", vllm.draft, heads, model, [[1]], settings)
     write_python(tmp_path, "echo 'no module named' >&2; echo 'vllm' >&2; exit 3", monkeypatch)
-    with pytest.raises(UserError, match="^vLLM ended with status 3 and without a result: no module named vllm$"):
-        vllm.draft(heads, model, [[1]], settings)
+    refuses("^vLLM ended with status 3 and without a result: no module named vllm$", vllm.draft, heads, model, [[1]], settings)
 
 
 def test_bad_input(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(write_model(tmp_path / "model"))
     monkeypatch.delenv(vllm.VLLM.variable, raising=False)
-    with pytest.raises(UserError, match="vLLM is not installed: run `make engines`"):
-        replace(vllm.VLLM, python=tmp_path / "none").find_python()
+    refuses("vLLM is not installed: run `make engines`", replace(vllm.VLLM, python=tmp_path / "none").find_python)
     monkeypatch.setenv(vllm.VLLM.variable, str(tmp_path / "none"))
-    with pytest.raises(UserError, match="is no file; name the Python"):
-        vllm.draft(heads, model, [[1]], EngineSettings(2, 4))
+    refuses("is no file; name the Python", vllm.draft, heads, model, [[1]], EngineSettings(2, 4))
     write_python(tmp_path, "exit 1", monkeypatch)
-    with pytest.raises(UserError, match="take 69 positions, and the backbone has 64; take shorter prompts"):
-        vllm.draft(heads, model, [[1] * 40], EngineSettings(2, 23))
-    with pytest.raises(UserError, match="config.json: there is no such file"):
-        vllm.speculative_config(tmp_path, 2)
+    refuses("take 69 positions, and the backbone has 64; take shorter prompts", vllm.draft, heads, model, [[1] * 40], EngineSettings(2, 23))
+    refuses("config.json: there is no such file", vllm.speculative_config, tmp_path, 2)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +106,7 @@ def test_bad_input(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_method_of_a_folder(tmp_path: Path, config: dict[str, object], method: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     if " " in method:
-        with pytest.raises(UserError, match=method):
-            vllm.speculative_config(tmp_path, 3)
+        refuses(method, vllm.speculative_config, tmp_path, 3)
         return
     found = vllm.speculative_config(tmp_path, 3)
     assert found.pop("parallel_drafting", False) == ("pard_token" in config)

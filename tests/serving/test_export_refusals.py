@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refuses
 from exported import DV, KINDS, D, refused
 from families import random_drafter, tiny
 from safetensors.torch import load_file, save_file
@@ -54,8 +55,7 @@ def test_folders_and_backbones_that_do_not_fit(home: Path, tmp_path: Path) -> No
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert "not an empty folder" in refused(home, "eagle3", "vllm", tmp_path / "full")
-    with pytest.raises(UserError, match="is a file; give a new folder"):
-        export(Request(str(home / "eagle3"), "vllm", tmp_path / "full" / "file" / "out"))
+    refuses("is a file; give a new folder", export, Request(str(home / "eagle3"), "vllm", tmp_path / "full" / "file" / "out"))
     assert "no backbone at 'nobody/nothing'" in refused(home, "eagle3", "vllm", tmp_path / "out", backbone="nobody/nothing")
     tiny("llama", num_hidden_layers=2).save_pretrained(tmp_path / "other")
     message = refused(home, "eagle3", "vllm", tmp_path / "out", backbone=str(tmp_path / "other"))
@@ -141,8 +141,7 @@ def test_a_layout_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monk
     tensors = {"x": shared, "y": shared, "z": shared[1:2]}
     write(tmp_path / "out", tensors)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "w.safetensors", "w.pt"}
-    with pytest.raises(UserError, match="tensor x holds NaN"):
-        write(tmp_path / "nan", {"x": shared / 0 * 0})
+    refuses("tensor x holds NaN", write, tmp_path / "nan", {"x": shared / 0 * 0})
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"cannot write .*full \(.*No space left.*nothing is written"):
         patch.setattr("headstart.serving.layouts.files.save_file", full)
         write(tmp_path / "full", tensors)

@@ -9,7 +9,7 @@ from typing import Any
 import foreign
 import pytest
 import torch
-from errors import error_of, refusal
+from errors import error_of, refusal, refuses
 from families import VOCAB, random_drafter, tiny
 from foreign import DV, D, Tensors, normal, write
 from safetensors.torch import load_file, save_file
@@ -18,7 +18,6 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.serving.layouts.files import dequantized
 from headstart.serving.reading import Wishes, import_heads
-from headstart.support.errors import UserError
 
 Folder = tuple[dict[str, Any], Tensors]
 
@@ -114,9 +113,7 @@ class Bomb:
         return (Path.touch, (Path("exploded"),))
 
 
-def test_damaged_and_hostile_files(
-    on: Backbone, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_and_hostile_files(on: Backbone, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config, tensors = EAGLE3()
 
@@ -197,8 +194,7 @@ def test_what_others_leave_unpacked_is_read(of: str, dtype: torch.dtype) -> None
 )  # fmt: skip
 def test_what_is_not_read_of_others_is_one_line(changed: dict[str, torch.Tensor], stated: dict[str, Any], message: str) -> None:
     tensors = packed(torch.randn(6, 20), 4, (6, 1))[0] | changed
-    with pytest.raises(UserError, match=message):
-        dequantized(quantised_by_others(**stated), tensors)
+    refuses(message, dequantized, quantised_by_others(**stated), tensors)
 
 
 def test_heads_in_four_bits_are_imported_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engines_alone import headstart_drafts, plain_reader_agrees
+from errors import refuses
 from exported import KINDS
 from families import backbone, random_drafter, texts, tiny
 from foreign import write
@@ -98,15 +99,13 @@ def test_causal_blocks_go_through_speculators_or_as_jetspec(home: Path, on: Back
     found = imported(tmp_path / "out", on)
     assert found.arguments["causal"] and found.taps == (1, 3)
     for to in ("sglang", "dflash-hf", "llama.cpp"):
-        with pytest.raises(UserError, match="causal"):
-            export(Request(str(tmp_path / "heads"), to, tmp_path / to))
+        refuses("causal", export, Request(str(tmp_path / "heads"), to, tmp_path / to))
     line = export(Request(str(tmp_path / "heads"), "vllm", tmp_path / "jetspec"))["launch"]["vllm"]["line"]
     stated = json.loads((tmp_path / "jetspec" / "config.json").read_text())
     assert stated["dflash_config"]["causal"] is True and stated["architectures"] == ["DFlashDraftModel"]
     assert '"method": "dflash"' in line and '"num_speculative_tokens": 4' in line
     random_drafter("block", on, depth=4, causal=True, layers=1).save_pretrained(tmp_path / "dspark")
-    with pytest.raises(UserError, match="causal"):
-        export(Request(str(tmp_path / "dspark"), "vllm", tmp_path / "out-dspark"))
+    refuses("causal", export, Request(str(tmp_path / "dspark"), "vllm", tmp_path / "out-dspark"))
     random_drafter("block", on, depth=4, convolution=True, layers=1).save_pretrained(tmp_path / "mixed")
     for to in ("vllm", "sglang"):
         with pytest.raises(

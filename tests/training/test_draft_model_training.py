@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from errors import refusal
+from errors import refusal, refuses
 from families import LAYERS, STRANGERS, VARIANTS, VOCAB, backbone, every_head, random_drafter, texts, tiny
 from safetensors import safe_open
 from test_draft_model import words
@@ -28,7 +28,6 @@ from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
-from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample
 from headstart.training.features.source import LiveFeatures, LiveWithCache
@@ -99,11 +98,9 @@ def test_a_smaller_model_is_fitted_to_the_vocabulary(tmp_path: Path) -> None:
     words().save_pretrained(target)
     on, model = load_backbone(str(target)), tiny("llama", seed=3, vocab_size=VOCAB - 9, num_hidden_layers=2, tie_word_embeddings=True)
     model.save_pretrained(small)
-    with pytest.raises(UserError, match=f"draft model .* has a vocabulary of {VOCAB - 9} and backbone .* of {VOCAB}"):
-        built(on, {"path": str(small)})
+    refuses(f"draft model .* has a vocabulary of {VOCAB - 9} and backbone .* of {VOCAB}", built, on, {"path": str(small)})
     words(3).save_pretrained(small)
-    with pytest.raises(UserError, match="token 3 is 'other3' to draft model"):
-        built(on, {"path": str(small)})
+    refuses("token 3 is 'other3' to draft model", built, on, {"path": str(small)})
     words().save_pretrained(small)
     drafter, tokens_BT = built(on, {"path": str(small)}), texts(1, 9) % (VOCAB - 9)
     logits_BTV = drafter.readout(drafter(Features(tokens_BT, torch.zeros(1, 9, 1)))[0], 0)
@@ -114,8 +111,7 @@ def test_a_smaller_model_is_fitted_to_the_vocabulary(tmp_path: Path) -> None:
     loaded = load_drafter(tmp_path / "heads", on)
     assert isinstance(loaded, DraftModel) and loaded.arguments == drafter.arguments
     assert (tmp_path / "heads" / "tokenizer.json").is_file()
-    with pytest.raises(UserError, match="no draft model at .*small"):
-        construct_drafter("draft_model", on, {"path": str(small)})
+    refuses("no draft model at .*small", construct_drafter, "draft_model", on, {"path": str(small)})
 
 
 def alone(drafter: DraftModel, text_T: Tensor) -> Tensor:
@@ -198,8 +194,7 @@ def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named:
 def test_what_a_parallel_model_cannot_do() -> None:
     drafter: Drafter = random(backbone("llama"), PARALLEL)
     for refused, named in ((drafter.recompute, "gradient_checkpointing"), (lambda: drafter.limit(8), "keeps all keys")):
-        with pytest.raises(UserError, match=named):
-            refused()
+        refuses(named, refused)
 
 
 # Heads trained on one continuation draft nearly all of it: anything less is a fault of alignment or masking.

@@ -49,9 +49,7 @@ def require_loadable(whole: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_that_fails_is_a_warning(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], processes: int
-) -> None:
+def test_one_that_fails_is_a_warning(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, processes: int) -> None:
     out, said = tmp_path / "out", tmp_path / "said"
     command = recipe_for(whole, out)
     with monkeypatch.context() as patch:

@@ -184,9 +184,7 @@ class TestRun:
         assert "step 3 could not be saved" in line and "No space left on device" in line and "step-00000002" in line
         assert main([str(recipe)]) == 0
 
-    def test_a_second_run_on_the_folder_is_refused_until_the_first_is_dead(
-        self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_second_run_on_the_folder_is_refused_until_the_first_is_dead(self, recipe: Path, tmp_path: Path, capsys: Any) -> None:
         out = tmp_path / "out"
         first = Forked(1, [str(recipe), f"save.dir={out}", "train.steps=100000"], tmp_path / "said")
         try:

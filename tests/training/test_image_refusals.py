@@ -79,9 +79,7 @@ def test_rows_that_cannot_be_read(
         ("train", ["backbone.path=embedded"], "embedded reads no images"),
     ],
 )
-def test_what_takes_no_images_says_so(
-    command: str, changes: list[str], said: str, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_takes_no_images_says_so(command: str, changes: list[str], said: str, shared: Path, tmp_path: Path, capsys: Any) -> None:
     rows = [{"messages": [question(picture(shared.parent / "0.png"), "What?"), answer(0)]}] * 5
     write_rows(tmp_path / "rows.jsonl", rows)
     assert said in error_of(capsys, command, shared, f"data.train={tmp_path / 'rows.jsonl'}", "data.on_bad_row=error", *changes)

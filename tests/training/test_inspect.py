@@ -29,13 +29,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(folder / "backbone")
     LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=8,
-        num_attention_heads=2,
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=2,
         max_position_embeddings=96,
-    ).save_pretrained(folder / "backbone")
+    ).save_pretrained(folder / "backbone")  # fmt: skip
     turns = [("user", "What is two?"), ("assistant", ANSWER)]
     rows = [{"messages": chat(*turns * (1 + i % 2))} for i in range(10)] + [{"messages": chat(("user", "And three?"))}]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, refuses
 from families import build as build_model
 from small_run import make_recipe, memory_plan
 from test_hybrid import CONFIGS
@@ -14,7 +14,6 @@ from tiny_models import tiny_model
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.support.errors import UserError
 from headstart.training.data.kept import Splits
 from headstart.training.plan.duration import best_chain, likely, tau
 from headstart.training.plan.fake_model import make_fake_models
@@ -183,6 +182,5 @@ def test_packing_for_recurrent_layers_is_refused_before_anything_is_read(tmp_pat
     build_model(*CONFIGS["qwen3_next"]).save_pretrained(tmp_path / "hybrid")
     load_tokenizer("embedded").save_pretrained(tmp_path / "hybrid")
     packed = load_recipe(recipe, [f"backbone.path={tmp_path / 'hybrid'}", "data.packing=true"])
-    with pytest.raises(UserError, match=r"recurrent layers, which follow no mask: no packing \(data.packing=false\)"):
-        prepare(packed)
+    refuses(r"recurrent layers, which follow no mask: no packing \(data.packing=false\)", prepare, packed)
     assert main(["plan", str(recipe), f"backbone.path={tmp_path / 'hybrid'}", "data.packing=true"]) == 2

@@ -13,12 +13,11 @@ import pytest
 import shrink
 import torch
 from chat_templates import CHATML
-from errors import error_of
+from errors import error_of, refuses
 from small_run import losses, make_backbone, rows_of_text
 
 from headstart.cli.main import main
 from headstart.heads.methods import find_drafter
-from headstart.support.errors import UserError
 from headstart.training.loop import train
 from headstart.training.plan.plan import Machine, find_machine
 from headstart.training.recipe.recipe import load_recipe, split_drafter, to_dict
@@ -220,8 +219,7 @@ def test_less_memory_takes_fewer_rows_then_recomputes_and_says_so(tmp_path: Path
     rows = proposal.own["train"]["micro_batch"]
     tight = proposal.fitted(dataclasses.replace(GPU, memory=round((peak - 3_000_000) / 0.95)), facts.path)[0].own["train"]
     assert tight["micro_batch"] < rows or tight.get("gradient_checkpointing")
-    with pytest.raises(UserError, match="nothing fits 1 x .* the largest part is"):
-        proposal.fitted(dataclasses.replace(GPU, memory=100_000_000), facts.path)
+    refuses("nothing fits 1 x .* the largest part is", proposal.fitted, dataclasses.replace(GPU, memory=100_000_000), facts.path)
 
 
 def test_the_parts_are_methods_and_data_sections() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from architectures import CHAINS, of_transformers
 from chat_templates import make_chat_model
-from errors import error_of
+from errors import error_of, refuses
 from families import backbone, random_drafter
 from headstart_cpu import compile_model, kernels, store, workers
 from headstart_cpu.program import NotCompiled, Program, Region
@@ -193,8 +193,7 @@ def test_a_region_is_kept_with_the_file_about_operations_of_ours_if_it_has_some(
 
 
 def test_compiled_layers_are_for_the_cpu() -> None:
-    with pytest.raises(UserError, match="'compile' is for the CPU; the model is on cuda: choose 'auto', 'cuda-graph' or 'off'"):
-        choose("compile", torch.device("cuda"))
+    refuses("'compile' is for the CPU; the model is on cuda: choose 'auto', 'cuda-graph' or 'off'", choose, "compile", torch.device("cuda"))
 
 
 def test_scores_in_fp32_may_differ_by_the_rounding_of_what_they_are_computed_of() -> None:
@@ -264,5 +263,4 @@ def test_a_process_that_ends_before_its_work_is_done_is_an_error_in_one_line(tmp
     kernels.library().touch()
     (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(1)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(UserError, match="has ended before its work was done"):
-        workers.compile_parts([REGION], lambda line: None)
+    refuses("has ended before its work was done", workers.compile_parts, [REGION], lambda line: None)

@@ -175,13 +175,9 @@ def test_heads_that_were_rounded_have_codes(coding: Any) -> None:
 def test_numbers_at_the_limits() -> None:
     steps, tenth = torch.arange(16).float(), torch.full((32,), 0.1)
     rows = [
-        torch.zeros(32),
-        tenth,
-        -tenth,
-        torch.cat([-tenth[:9], tenth[:23]]),
-        (steps * 0.0123 - 0.07).repeat(2),
+        torch.zeros(32), tenth, -tenth, torch.cat([-tenth[:9], tenth[:23]]), (steps * 0.0123 - 0.07).repeat(2),
         (8 - steps).repeat(2) * 2e37,
-    ]
+    ]  # fmt: skip
     weight = torch.stack(rows).bfloat16()
     codes = packed({"w": weight})
     assert codes.dtype == torch.uint8

@@ -137,9 +137,7 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         ({"results": [entry(2.0, 15.0, head="x", acceptance_per_depth=["x"])]}, "results.0.acceptance_per_depth.0"),
     ],
 )  # fmt: skip
-def test_a_damaged_report_or_another_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict | str, named: str
-) -> None:
+def test_a_damaged_report_or_another_file_is_named(tmp_path: Path, capsys: Any, changes: dict | str, named: str) -> None:
     (tmp_path / "b.json").write_text(changes if isinstance(changes, str) else json.dumps(report(**changes)))
     error = error_of(capsys, "compare", write(tmp_path, "a.json", report()), tmp_path / "b.json")
     assert (named if isinstance(changes, str) else f"b.json is damaged ({named}") in error

@@ -23,14 +23,9 @@ def test_rows_of_every_kind(tmp_path):
     conversation = [{"from": "human", "value": "What is two?"}, {"from": "gpt", "value": "It is four."}]
     rendered = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\n"
     rows = [
-        {"messages": chat(*TURNS)},
-        {"conversations": conversation},
-        {"turns": ["What is two?", "And three?"]},
-        {"prompt": "What is two?"},
-        {"prompt": chat(TURNS[0])},
-        {"question": "What is two?"},
-        {"text": "two two two two", "id": 7},
-    ]
+        {"messages": chat(*TURNS)}, {"conversations": conversation}, {"turns": ["What is two?", "And three?"]},
+        {"prompt": "What is two?"}, {"prompt": chat(TURNS[0])}, {"question": "What is two?"}, {"text": "two two two two", "id": 7},
+    ]  # fmt: skip
     file = tmp_path / "rows.jsonl.gz"
     file.write_bytes(gzip.compress("\n\n".join(json.dumps(row) for row in rows).encode()))
     whole = f"{rendered}It is four.<|im_end|>\n<|im_start|>user\nAnd three?<|im_end|>\n<|im_start|>assistant\n"

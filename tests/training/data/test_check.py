@@ -20,6 +20,7 @@ from chat_templates import (
     make_tokenizer,
     write_rows,
 )
+from errors import refuses
 from tokenizers import normalizers
 from webpage import Reader
 
@@ -100,8 +101,7 @@ def test_few_exceptions_pass(tmp_path: Path) -> None:
     odd = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It<|im_end|>is"}]}]
     check = loaded(tmp_path, conversations(60) + odd).check
     assert check is not None and check.answers - check.same == 1 and "row 61, turn 1" in str(check.first)
-    with pytest.raises(UserError, match="only 12 of 13 answers"):
-        loaded(tmp_path, conversations(8) + odd)
+    refuses("only 12 of 13 answers", loaded, tmp_path, conversations(8) + odd)
 
 
 def test_text_that_does_not_say_what_was_written_is_an_error(tmp_path: Path) -> None:
@@ -114,8 +114,7 @@ def test_text_that_does_not_say_what_was_written_is_an_error(tmp_path: Path) -> 
 
 def test_tokens_of_another_tokenizer_are_an_error(tmp_path: Path) -> None:
     other = make_tokenizer(CHATML, special="<|im_start|> <|im_end|> <|a|> <|b|> <|c|>")
-    with pytest.raises(UserError, match="only 0 of 12 .* or the token ids are another tokenizer's"):
-        loaded(tmp_path, with_ids(conversations()), other)
+    refuses("only 0 of 12 .* or the token ids are another tokenizer's", loaded, tmp_path, with_ids(conversations()), other)
 
 
 def test_train_and_inspect_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,13 +248,9 @@ def test_every_mask_counts(masks: dict[str, Any], learned: list[int]) -> None:
 
 def test_what_nothing_reads_is_named_at_every_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     extra = {
-        "chat_template_kwargs": {"enable_thinking": False},
-        "documents": [],
-        "loss_mask": [1],
-        "absent": None,
-        "system": "Be brief.",
+        "chat_template_kwargs": {"enable_thinking": False}, "documents": [], "loss_mask": [1], "absent": None, "system": "Be brief.",
         "row": 3,
-    }
+    }  # fmt: skip
     rows = [{"messages": talk(train_detail=[], name="x")} | extra, {"messages": [talk()[0] | {"train": True}, *talk()[1:]]}]
     write_rows(tmp_path / "rows.jsonl", rows)
     for _ in range(2):  # the second one takes the tokens of the first

@@ -89,13 +89,10 @@ def test_tools_and_calls_as_json_text_are_parsed() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        '{"name": "add", "arguments": {"a": 2}}',
-        '[{"name": "add", "arguments": {"a": 2}}]',
-        {"name": "add", "arguments": {"a": 2}},
-        '{"name": "add", "arguments": "{\\"a\\": 2}"}',
-        '{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}',
+        '{"name": "add", "arguments": {"a": 2}}', '[{"name": "add", "arguments": {"a": 2}}]', {"name": "add", "arguments": {"a": 2}},
+        '{"name": "add", "arguments": "{\\"a\\": 2}"}', '{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}',
     ],
-)
+)  # fmt: skip
 def test_the_speakers_of_llama_factory(value: Any) -> None:
     turns = [
         {"from": "system", "value": "Be brief."}, {"from": "human", "value": "Add."}, {"from": "function_call", "value": value},

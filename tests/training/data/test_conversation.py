@@ -4,7 +4,7 @@ import json
 
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, PHI3, QWEN3, TURNS, VICUNA, chat, make_samples, make_tokenizer
-from errors import refusal
+from errors import refusal, refuses
 
 from headstart.chat.messages import read_messages
 from headstart.support.errors import UserError
@@ -88,8 +88,7 @@ def test_plain_text_is_learned_whole_with_the_tokenizers_own_special_tokens(text
 
 def test_a_recipes_template_serves_a_tokenizer_without():
     tokenizer = make_tokenizer()
-    with pytest.raises(UserError, match="has no chat template.*set data.chat_template"):
-        samples_of(tokenizer, chat(*TURNS))
+    refuses("has no chat template.*set data.chat_template", samples_of, tokenizer, chat(*TURNS))
     (sample,) = samples_of(tokenizer, chat(*TURNS), chat_template=VICUNA)
     assert learned(tokenizer, sample)[0] == " It is four.</s>"
 

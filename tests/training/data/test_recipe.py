@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from errors import error_of, refusal
+from errors import error_of, refusal, refuses
 from pydantic import ValidationError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headstart.support.errors import UserError
 from headstart.training.recipe import recipe as module
 from headstart.training.recipe import sections, training
 from headstart.training.recipe.recipe import Data, Objective, Train, load_recipe, to_dict, to_yaml
@@ -176,10 +175,8 @@ def test_a_broken_file_is_named(write, text, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"recipe .*nowhere.yaml: there is no such file"):
-        load_recipe(tmp_path / "nowhere.yaml")
-    with pytest.raises(UserError, match="recipe .* is a folder"):
-        load_recipe(tmp_path)
+    refuses(r"recipe .*nowhere.yaml: there is no such file", load_recipe, tmp_path / "nowhere.yaml")
+    refuses("recipe .* is a folder", load_recipe, tmp_path)
 
 
 def test_made_in_python_it_is_held_to_the_same_rules():

@@ -109,11 +109,9 @@ def test_a_pattern_reads_all_files_in_the_order_of_their_names(tmp_path: Path) -
     assert read_rows(f"{tmp_path}/[ab].*", limit=2) == [ROWS[0], ROWS[2]]
     assert read_rows(written(tmp_path / "odd[1].jsonl", LINES)) == ROWS  # a file of this very name
     for name, message in (("z*.jsonl", "no file matches this pattern"), ("z.jsonl", "there is no such file")):
-        with pytest.raises(UserError, match=f"data .*/{re.escape(name)}: {message}"):
-            read_rows(f"{tmp_path}/{name}")
+        refuses(f"data .*/{re.escape(name)}: {message}", read_rows, f"{tmp_path}/{name}")
     written(tmp_path / "notes.md", b"x")
-    with pytest.raises(UserError, match=r"notes.md is not a kind of file that can be read; its name should end in .jsonl, .ndjson"):
-        read_rows(f"{tmp_path}/n*")
+    refuses(r"notes.md is not a kind of file that can be read; its name should end in .jsonl, .ndjson", read_rows, f"{tmp_path}/n*")
 
 
 def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
@@ -145,8 +143,7 @@ def test_a_column_system_is_the_system_message_of_a_conversation_without_one() -
     assert tokens_of({"messages": talk, "system": [{"type": "text", "text": "Be short."}]}) == expected
     assert tokens_of({"messages": [SYSTEM, *talk], "system": "Be long."}) == expected
     assert all(tokens_of({"messages": talk, "system": nothing}) == tokens_of({"messages": talk}) for nothing in (None, "", " \n"))
-    with pytest.raises(UserError, match="x, row 1, column system: content is text, or a list of parts with a type; got 5"):
-        tokens_of({"messages": talk, "system": 5})
+    refuses("x, row 1, column system: content is text, or a list of parts with a type; got 5", tokens_of, {"messages": talk, "system": 5})
 
 
 def test_prompts_of_a_file_have_the_system_message_and_tools_of_training(tmp_path: Path) -> None:

@@ -27,18 +27,12 @@ def conversation(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("arguments", "written"),
     [
-        (ROME, json.dumps(ROME)),
-        (json.dumps(ROME), json.dumps(ROME)),
-        (json.dumps(ROME, separators=(",", ":")), json.dumps(ROME)),
-        ('  {"city": "Röme"}\n', '{"city": "Röme"}'),
-        ("{}", "{}"),
-        ("", "{}"),
-        ("[1, 2]", '"[1, 2]"'),
-        ('"Rome"', '"\\"Rome\\""'),
+        (ROME, json.dumps(ROME)), (json.dumps(ROME), json.dumps(ROME)), (json.dumps(ROME, separators=(",", ":")), json.dumps(ROME)),
+        ('  {"city": "Röme"}\n', '{"city": "Röme"}'), ("{}", "{}"), ("", "{}"), ("[1, 2]", '"[1, 2]"'), ('"Rome"', '"\\"Rome\\""'),
         ('{"city": "Ro', '"{\\"city\\": \\"Ro"'),
     ],
     ids=["mapping", "text", "compact", "blanks", "empty mapping", "nothing", "array", "string", "broken"],
-)
+)  # fmt: skip
 def test_arguments_that_are_json_text_of_a_mapping_are_the_mapping(arguments: Any, written: str) -> None:
     chat, messages = maker(TOOLS, ROLES, "<|end|>"), conversation(arguments)
     turns = chat.turns(messages)
