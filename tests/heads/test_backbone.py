@@ -21,11 +21,10 @@ from torch import Tensor
 from transformers import Gemma2PreTrainedModel
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart import Backbone, load, load_backbone, load_tokenizer
 from headstart.heads.backbone.fingerprint import same_weights
 from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.heads.layers.start_values import layer_weights
-from headstart.inference.generate import load
 from headstart.support.devices import find_accelerator
 from headstart.support.errors import UserError
 
@@ -189,9 +188,8 @@ def test_end_tokens_are_numbers(folder: Path) -> None:
 def test_missing_tensors_are_not_made_up(folder: Path) -> None:
     """transformers would fill them with random numbers and only warn."""
     tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if ".3." not in name}, folder / "model.safetensors", metadata={"format": "pt"}
-    )
+    kept = {name: tensor for name, tensor in tensors.items() if ".3." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     assert "model.layers.3" in refused(folder)
 
 

@@ -106,9 +106,8 @@ def test_prepared_data_are_its_own(folder: Path, tmp_path: Path, capsys: pytest.
     assert main(["train", recipe, given, *cached]) == 0
     capsys.readouterr()
     for other in ("null", f"{folder}/other"):
-        assert "backbone.adapter: found " in error_of(
-            capsys, "train", recipe, f"backbone.adapter={other}", cached[0], cached[1], f"save.dir={tmp_path}/none"
-        )
+        error = error_of(capsys, "train", recipe, f"backbone.adapter={other}", cached[0], cached[1], f"save.dir={tmp_path}/none")
+        assert "backbone.adapter: found " in error
     answers = [f"regenerate.out={tmp_path}/answers.jsonl", "regenerate.limit=2", "regenerate.max_new_tokens=16"]
     assert main(["regenerate", recipe, given, f"regenerate.heads={folder}/out", *answers]) == 0
     assert main(["regenerate", recipe, given, answers[0].replace("answers", "again"), *answers[1:]]) == 0

@@ -13,14 +13,11 @@ from families import VOCAB, backbone, left_padded, prompts, random_drafter, read
 from test_contract import CLOSE, each_drafter, made
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, Drafter, SpeculativeModel, TreeShape
 from headstart.heads.backbone.features import Anchors, at_all_positions
-from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.inference.contract import chain, part
 from headstart.inference.early_exit import EarlyExit
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 

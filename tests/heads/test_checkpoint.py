@@ -15,11 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter
+from headstart import Backbone, Drafter, SpeculativeModel
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.heads.methods import build_drafter
-from headstart.inference.generate import SpeculativeModel
 
 D, FF, HC, KVC, DV = 32, 48, 32, 16, 23
 """Sizes of the tiny Llama: hidden, feed-forward, heads x head width, key heads x head width; and of a draft vocabulary."""

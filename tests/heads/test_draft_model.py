@@ -17,15 +17,12 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, Drafter, SpeculativeModel, TreeShape
 from headstart.heads.backbone.features import Features, join_features
-from headstart.heads.base import Drafter
 from headstart.heads.draft_model import DraftModel, load_draft_model
 from headstart.heads.methods import build_drafter
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
@@ -235,13 +232,8 @@ def test_what_does_not_work_is_refused() -> None:
 def test_layers_may_lie_deeper_in_the_model() -> None:
     model = build("OPT", {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "word_embed_proj_dim": 32})
     on, row = Backbone(model), left_padded(prompts((9,)))
-    out = say(
-        SpeculativeModel(on, proposers=[EarlyExit(on, layers=4)]),
-        row,
-        tree=TreeShape(5, 1),
-        max_new_tokens=21,
-        return_dict_in_generate=True,
-    )
+    heads = SpeculativeModel(on, proposers=[EarlyExit(on, layers=4)])
+    out = say(heads, row, tree=TreeShape(5, 1), max_new_tokens=21, return_dict_in_generate=True)
     assert out.tau == 5 and len(on.layers) == 4
 
 

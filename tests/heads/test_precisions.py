@@ -16,13 +16,12 @@ from gguf_models import chat_model, stored_as, write_gguf
 from test_architecture import FOLDERS, sources
 from torch import nn
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart import Backbone, SpeculativeModel, load_backbone
 from headstart.heads.backbone.fingerprint import bits_of, fingerprint, match
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.layers.start_values import probe
 from headstart.heads.warm_start import read_warm_start
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.devices import spread
 from headstart.support.errors import UserError
 from headstart.training.data.data import LabelCounts

@@ -78,13 +78,10 @@ def test_texts_without_labels_give_none() -> None:
     assert not drafter.shortlists and list(np.load(io.BytesIO(drafter.engine_files()[SHORTLIST])).files) == []
 
 
-@pytest.mark.parametrize(
-    "given,said",
-    [
-        ({"rank": 10_000}, r"drafter.shortlist.rank is at most \d+, the width of the backbone; got 10000: lower it"),
-        ({"rank": 4, "candidates": 10_000}, r"drafter.shortlist.candidates is at most \d+, the draft vocabulary; got 10000: lower it"),
-    ],
-)
+@pytest.mark.parametrize("given,said", [
+    ({"rank": 10_000}, r"drafter.shortlist.rank is at most \d+, the width of the backbone; got 10000: lower it"),
+    ({"rank": 4, "candidates": 10_000}, r"drafter.shortlist.candidates is at most \d+, the draft vocabulary; got 10000: lower it"),
+])  # fmt: skip
 def test_sizes_that_do_not_fit(given: dict[str, int], said: str) -> None:
     refuses(said, build_drafter, "medusa", backbone("llama"), {"shortlist": given})
 

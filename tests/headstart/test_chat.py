@@ -64,11 +64,8 @@ def test_a_conversation_from_a_pipe(say, tmp_path):
     assert status == 0 and out == "".join(f"{text}\n" for text in expected)
     assert err.count("tokens/s") == 3 and err.count("tau ") == 3 and "a new conversation" in err and "unknown command /brew; /reset" in err
     report = json.loads(file.read_text())
-    assert [(one["question"], one["answer"], one["conversation"]) for one in report["answers"]] == [
-        ("What is two?", expected[0], 0),
-        ("And three?", expected[1], 0),
-        ("six", expected[2], 1),
-    ]
+    asked = [("What is two?", expected[0], 0), ("And three?", expected[1], 0), ("six", expected[2], 1)]
+    assert [(one["question"], one["answer"], one["conversation"]) for one in report["answers"]] == asked
     assert report["seed"] is None and all(one["tau"] >= 1 and one["tokens"] == 9 for one in report["answers"])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, report_of
 from gguf_models import chat_model, write_gguf
 from small_run import train_once
 from transformers import GenerationConfig
@@ -103,9 +103,8 @@ def test_an_answer_ends_where_the_file_says(at: Path, capsys: pytest.CaptureFixt
     third = int(model.generate(ids, do_sample=False, max_new_tokens=3, eos_token_id=None)[0, -1])
     (at / "ending").mkdir()
     write_gguf(at / "ending" / "short.gguf", model, tokenizer, "F32", tokenizer__ggml__eot_token_id=third)
-    options = ["--backbone", "ending/short.gguf", "--dtype", "fp32", "--raw", "--max-new-tokens", "24", "--json", "ending.json"]
-    said(capsys, "generate", *options, "What is two?")
-    assert json.loads((at / "ending.json").read_text())["tokens"] in (2, 3)  # the prefill's may count
+    options = ["--backbone", "ending/short.gguf", "--dtype", "fp32", "--raw", "--max-new-tokens", "24"]
+    assert report_of(at, "generate", *options, "What is two?")["tokens"] in (2, 3)  # the prefill's may count
 
 
 def test_the_ends_are_those_of_the_file_whatever_lies_beside_it(at: Path, tmp_path: Path) -> None:
@@ -116,8 +115,8 @@ def test_the_ends_are_those_of_the_file_whatever_lies_beside_it(at: Path, tmp_pa
 
 
 def test_plan_reads_the_header(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "plan", "recipe.yaml", "drafter={kind: medusa}", "--no-calibration", "--memory", "0.4", "--json", "plan.json")
-    report = json.loads((at / "plan.json").read_text())
+    report = report_of(at, "plan", "recipe.yaml", "drafter={kind: medusa}", "--no-calibration", "--memory", "0.4")
+    out = capsys.readouterr().out
     size = sum(weight.numel() for weight in chat_model()[0].parameters())
     assert (report["gguf"]["memory"], report["gguf"]["bytes"]) == (2 * size, (at / "chat.gguf").stat().st_size)
     assert f"backbone  chat.gguf, Q8_0, 0.2 MB; dequantized to bf16 {2 * size / 1e6:.1f} MB of memory" in out
@@ -130,14 +129,11 @@ def test_a_recipe_names_a_file_or_a_folder_and_a_file(house: Path, names: list[s
     assert (backbone.path, backbone.gguf_file) == (str(house / "chat.gguf"), None)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("backbone.gguf_file=model.bin", "backbone.gguf_file ends in .gguf"),
-        ("backbone.gguf_file=other.gguf", "no GGUF file at '"),
-        ("backbone.dtype=int8", "dtype int8 quantizes safetensors"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("backbone.gguf_file=model.bin", "backbone.gguf_file ends in .gguf"),
+    ("backbone.gguf_file=other.gguf", "no GGUF file at '"),
+    ("backbone.dtype=int8", "dtype int8 quantizes safetensors"),
+])  # fmt: skip
 def test_a_recipes_mistakes_are_a_line(at: Path, capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
     path = ["backbone.path=."] if "gguf_file" in override else []
     for command in ("plan", "train", "cache"):

@@ -48,16 +48,13 @@ def test_a_new_head_keeps_the_contract(here: Path, capsys: pytest.CaptureFixture
     assert "keeps the contract" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "rule"),
-    [
-        ("torch.where((last_B >= 0)[:, None, None], last_B1D, state[:, :1])", "last_B1D", "Rows of a batch"),
-        pytest.param("tokens_BT[:, 1 + k :", "tokens_BT[:, k :", "What forward computes", marks=pytest.mark.slow),
-        pytest.param("self.lm_head(hidden)", "self.lm_head(hidden.detach())", "Every weight has a gradient", marks=pytest.mark.slow),
-        pytest.param("gather(1, parents_BN", "gather(1, 0 * parents_BN", "Siblings", marks=pytest.mark.slow),
-        pytest.param("hidden + self.mix", "hidden + self.mixed", "Texts of one to four", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "rule"), [
+    ("torch.where((last_B >= 0)[:, None, None], last_B1D, state[:, :1])", "last_B1D", "Rows of a batch"),
+    pytest.param("tokens_BT[:, 1 + k :", "tokens_BT[:, k :", "What forward computes", marks=pytest.mark.slow),
+    pytest.param("self.lm_head(hidden)", "self.lm_head(hidden.detach())", "Every weight has a gradient", marks=pytest.mark.slow),
+    pytest.param("gather(1, parents_BN", "gather(1, 0 * parents_BN", "Siblings", marks=pytest.mark.slow),
+    pytest.param("hidden + self.mix", "hidden + self.mixed", "Texts of one to four", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_head_that_breaks_a_rule_is_told_which(old: str, new: str, rule: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new-head", "my_head"]) == 0
     head = here / "my_head" / "head.py"
@@ -69,17 +66,14 @@ def test_a_head_that_breaks_a_rule_is_told_which(old: str, new: str, rule: str, 
     assert new != "hidden + self.mixed" or re.search(r"head\.py:\d+: AttributeError: .*mixed", out), "where in the head"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["new-head", "my-head"], "can't name a package"),
-        (["new-head", "json"], "can't name a package"),
-        (["check-head", "nothing"], "unknown drafter 'nothing'"),
-        (["check-head", "my_own.head"], "no module 'my_own.head'"),
-        (["check-head", "medusa", "dept=2"], "did you mean drafter.depth"),
-        (["generate", "--heads", "embedded", "--head-module", "nothing.here", "a"], "no module 'nothing.here'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["new-head", "my-head"], "can't name a package"),
+    (["new-head", "json"], "can't name a package"),
+    (["check-head", "nothing"], "unknown drafter 'nothing'"),
+    (["check-head", "my_own.head"], "no module 'my_own.head'"),
+    (["check-head", "medusa", "dept=2"], "did you mean drafter.depth"),
+    (["generate", "--heads", "embedded", "--head-module", "nothing.here", "a"], "no module 'nothing.here'"),
+])  # fmt: skip
 def test_mistakes_are_one_line(words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in error_of(capsys, *words)
     assert not [*here.iterdir()]

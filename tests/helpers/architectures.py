@@ -85,11 +85,8 @@ CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
 CHAINED = {"lfm2-1.2b"}
 """Those of the recipes."""
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "MiniMax-01": ("MiniMax", {}),
-    "Jamba": ("Jamba", {}),
-    "Mamba": ("Mamba", {}),
-    "RecurrentGemma": ("RecurrentGemma", {}),
-}
+    "MiniMax-01": ("MiniMax", {}), "Jamba": ("Jamba", {}), "Mamba": ("Mamba", {}), "RecurrentGemma": ("RecurrentGemma", {}),
+}  # fmt: skip
 """The same for architectures that can verify neither."""
 
 

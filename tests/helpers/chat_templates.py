@@ -10,9 +10,8 @@ from families import build, random_drafter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from headstart import Backbone, SpeculativeModel
 from headstart.chat.prompts import Prompter
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.json_text import Row
 from headstart.training.data import tokenise
 from headstart.training.data.samples import Sample, Stats, find_column

@@ -13,12 +13,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart import Backbone, Features, SpeculativeModel
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.methods import build_drafter, methods
 from headstart.inference.capture.capture import BackendName
-from headstart.inference.generate import SpeculativeModel
 
 DRAFTERS = methods()
 """Every method of heads/, discovered by its file, so a new one is tested automatically."""

@@ -92,9 +92,8 @@ def speculators_peagle() -> tuple[dict[str, Any], Tensors]:
     config["transformer_layer_config"]["num_hidden_layers"] = 2
     later = layer("layers.1.") | {f"layers.1.self_attn.{name}_norm.weight": near_one(4) for name in "qk"}
     tensors |= later | {"layers.1.input_layernorm.weight": near_one(D), "embed_tokens.weight": normal(VOCAB, D)}
-    return {key: value for key, value in config.items() if key != "norm_before_residual"}, tensors | {
-        "mask_hidden": torch.randn(1, 1, 3 * D)
-    }
+    del config["norm_before_residual"]
+    return config, tensors | {"mask_hidden": torch.randn(1, 1, 3 * D)}
 
 
 def medusa(heads: int = 3, layers: int = 1, own_output: bool = True) -> tuple[dict[str, Any], Tensors]:

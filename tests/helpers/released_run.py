@@ -21,16 +21,13 @@ from small_run import read_log
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
+from headstart import Backbone, Drafter, SpeculativeModel, TreeShape, load_backbone
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.proposer import Proposer
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.training.recipe.yaml_text import dump_yaml
 
 Options = dict[str, Any]

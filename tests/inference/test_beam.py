@@ -16,15 +16,12 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart import Backbone, Features, SpeculativeModel, TreeShape
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.draft_model import DraftModel
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.recycling import RecyclingProposer
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 
 WIDE = TreeShape(32, 5)
 TRUTHS: dict[str, Any] = {}
@@ -156,15 +153,12 @@ def test_short_texts(count: int) -> None:
     assert out.tau == ((count - 1) / out.passes if out.passes else 1.0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 6, "eos_token_id": [3, 7, 11, 20]},
-        {"bad_words_ids": [[4], [9, 3], [20, 21]]}, {"exponential_decay_length_penalty": (3, 1.3), "eos_token_id": 7},
-        {"suppress_tokens": [1, 2, 3], "renormalize_logits": True}, {"forced_eos_token_id": 9, "eos_token_id": 9},
-        {"forced_bos_token_id": 8, "repetition_penalty": 1.3},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 6, "eos_token_id": [3, 7, 11, 20]},
+    {"bad_words_ids": [[4], [9, 3], [20, 21]]}, {"exponential_decay_length_penalty": (3, 1.3), "eos_token_id": 7},
+    {"suppress_tokens": [1, 2, 3], "renormalize_logits": True}, {"forced_eos_token_id": 9, "eos_token_id": 9},
+    {"forced_bos_token_id": 8, "repetition_penalty": 1.3},
+])  # fmt: skip
 def test_processors_see_each_beam(options: dict[str, Any]) -> None:
     same(drafting("shallow", "knowing"), left_padded(prompts((9, 4, 6))), num_beams=3, **options)
 

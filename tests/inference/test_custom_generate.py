@@ -18,13 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headstart
+from headstart import Backbone, TreeShape
 from headstart.cli.arguments import PROPOSERS
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.card import METADATA
 from headstart.inference.custom_generate import kept
 from headstart.inference.engine.proposer import NAMES
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import GenerateOutput
 
 LENGTH = 12
@@ -142,9 +141,7 @@ def test_heads_of_another_model_and_damaged_heads(model: PreTrainedModel, folder
     refuses(f"no {METADATA}", carried, model, tmp_path / "damaged")
 
 
-def test_without_headstart_it_says_what_is_missing(
-    model: PreTrainedModel, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_headstart_it_says_what_lacks(model: PreTrainedModel, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "headstart", None)
     with pytest.raises(ImportError, match="pip install headstart") as caught:
         carried(model, folders["medusa"])
@@ -173,17 +170,13 @@ def test_the_command_line_has_the_same_names() -> None:
     assert all(f'| `--propose {name}` | `proposers="{name}"` |' in page for name in NAMES)
 
 
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [
-        ({"proposers": "suffix"}, ["suffix"]),
-        ({"proposers": ("suffix", "recycling", "suffix")}, ["suffix", "recycling"]),
-        ({"proposers": ["history", SuffixProposer()]}, ["history", "suffix"]),
-        ({"proposers": tuple(NAMES), "early_exit": 2}, list(NAMES)),
-        ({"draft_model": tiny("llama", num_hidden_layers=2)}, []),
-    ],
-    ids=["one", "two", "mixed", "all and early exit", "a loaded draft model"],
-)
+@pytest.mark.parametrize(("given", "names"), [
+    ({"proposers": "suffix"}, ["suffix"]),
+    ({"proposers": ("suffix", "recycling", "suffix")}, ["suffix", "recycling"]),
+    ({"proposers": ["history", SuffixProposer()]}, ["history", "suffix"]),
+    ({"proposers": tuple(NAMES), "early_exit": 2}, list(NAMES)),
+    ({"draft_model": tiny("llama", num_hidden_layers=2)}, []),
+], ids=["one", "two", "mixed", "all and early exit", "a loaded draft model"])  # fmt: skip
 def test_by_name_in_python(given: dict[str, Any], names: list[str]) -> None:
     model = tiny("llama")
     heads = headstart.load(None, backbone=model, **given)
@@ -202,14 +195,11 @@ def test_a_draft_model_from_a_folder_and_one_in_training(tmp_path: Path) -> None
     assert state(small) == before, "the draft model is the user's too"
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"proposers": ("suffix", "sufix")}, "no proposer 'sufix'; choose any of suffix, recycling, history"),
-        ({"early_exit": LAYERS + 1}, f"early exit.layers is from 1 to {LAYERS}"),
-        ({"draft_model": "/nowhere"}, "draft model: no backbone at '/nowhere'"),
-        ({"draft_model": tiny("llama", vocab_size=70)}, "70"),
-    ],
-)
+@pytest.mark.parametrize(("given", "named"), [
+    ({"proposers": ("suffix", "sufix")}, "no proposer 'sufix'; choose any of suffix, recycling, history"),
+    ({"early_exit": LAYERS + 1}, f"early exit.layers is from 1 to {LAYERS}"),
+    ({"draft_model": "/nowhere"}, "draft model: no backbone at '/nowhere'"),
+    ({"draft_model": tiny("llama", vocab_size=70)}, "70"),
+])  # fmt: skip
 def test_mistakes_are_one_line(given: dict[str, Any], named: str) -> None:
     refuses(named, headstart.load, None, backbone=tiny("llama"), **given)

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
 import headstart
+from headstart import SpeculativeModel, TreeShape
 from headstart.cli.main import main
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 
 ROW, ROWS = left_padded(prompts((9,))), left_padded(prompts((9, 4, 6)))
 LENGTH = 24
@@ -227,20 +226,17 @@ def test_a_matcher_that_gave_up_is_one_line_and_the_next_call_begins_anew() -> N
     assert torch.equal(say(heads("shallow", "eagle3", "off"), ROW, **HOW, logits_processor=processors), truth)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "got neither: give one of them"),
-        ({"regex": "a", "json_schema": {}}, "got both: give one of them"),
-        ({"regex": "(a"}, r"the regular expression '\(a' cannot be used \(unclosed group\)"),
-        ({"json_schema": {"type": "strin"}}, r"the JSON schema cannot be used \(Invalid type: strin\)"),
-        ({"json_schema": {"unevaluatedItems": 1}}, "Unimplemented keys"),
-        ({"json_schema": '{"type": '}, r"the JSON schema is not JSON \(Expecting value: line 1 column 10"),
-        ({"json_schema": [1]}, "the JSON schema cannot be used .schema must be an object or boolean"),
-        ({"json_schema": {"enum": {1}}}, "the JSON schema is not JSON .Object of type set"),
-        ({"regex": "a", "end_tokens": []}, "has no end token"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({}, "got neither: give one of them"),
+    ({"regex": "a", "json_schema": {}}, "got both: give one of them"),
+    ({"regex": "(a"}, r"the regular expression '\(a' cannot be used \(unclosed group\)"),
+    ({"json_schema": {"type": "strin"}}, r"the JSON schema cannot be used \(Invalid type: strin\)"),
+    ({"json_schema": {"unevaluatedItems": 1}}, "Unimplemented keys"),
+    ({"json_schema": '{"type": '}, r"the JSON schema is not JSON \(Expecting value: line 1 column 10"),
+    ({"json_schema": [1]}, "the JSON schema cannot be used .schema must be an object or boolean"),
+    ({"json_schema": {"enum": {1}}}, "the JSON schema is not JSON .Object of type set"),
+    ({"regex": "a", "end_tokens": []}, "has no end token"),
+])  # fmt: skip
 def test_what_cannot_be_used_is_one_line(arguments: dict[str, Any], message: str) -> None:
     refuses(message, headstart.grammar, tokenizer(), **arguments)
 

@@ -15,10 +15,8 @@ import torch
 from families import build, random_drafter, say
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.inference.engine.noise import BLOCK_POSITIONS, GOLDEN, MAX_BLOCK_VALUES, NoiseBuffer, gumbel, row_seeds
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 FEW = 7
@@ -60,9 +58,7 @@ def chi_square(counts: Counter, probs: dict[tuple[int, ...], float], n: int) -> 
     bins = [(o, e) for o, e in bins if e > 0.5]
     statistic = sum((o - e) ** 2 / e for o, e in bins)
     degrees = len(bins) - 1
-    return float(
-        torch.special.gammaincc(torch.tensor(degrees / 2.0, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64))
-    )
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def drawn(of: SpeculativeModel, n: int, length: int, **options: Any) -> Counter:

@@ -10,9 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
+from headstart import Backbone, SpeculativeModel, TreeShape
 
 LENGTH = 16
 TREES = {"one node": TreeShape(1), "chain": TreeShape(9, 1), "wide": TreeShape(24, 23, 1), "usual": TreeShape(), "huge": TreeShape(150, 40)}
@@ -94,9 +92,8 @@ def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
 @pytest.mark.parametrize("sample", [False, True])
 def test_every_drafter_in_every_tree(family: str, manner: str, sample: bool) -> None:
     """A batch of five, and one row alone with its seed; a processor that depends on the history. Captured if greedy."""
-    options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": sample, "repetition_penalty": 1.2} | (
-        {"seed": SEEDS} if sample else {}
-    )
+    seeds: dict[str, Any] = {"seed": SEEDS} if sample else {}
+    options = {"max_new_tokens": LENGTH, "do_sample": sample, "repetition_penalty": 1.2} | seeds
     rows = batch()
     plain = unpadded(say(SpeculativeModel(backbone(family)), rows, **options), rows)
     of = drafting(manner, family, plain, captured=not sample)

@@ -19,8 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.generate import SpeculativeModel
+from headstart import Backbone, SpeculativeModel
 from headstart.support.errors import UserError
 
 

@@ -15,12 +15,11 @@ import pytest
 import torch
 from documented import NOT_RUN, PAGES, ROOT, blocks, clear, commands, make_home, reason_not_run, shorter
 
+from headstart import load_backbone, load_recipe
 from headstart.cli.main import _parser, main
-from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.methods import build_drafter, methods
 from headstart.serving.engines import ENGINES, TABLE, Support
 from headstart.support.hub import resolve
-from headstart.training.recipe.recipe import load_recipe
 
 FAST = ('headstart generate --heads out/mine "Why is the sky blue?"',)
 ALL = commands()

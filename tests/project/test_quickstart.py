@@ -18,11 +18,9 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart import Backbone, SpeculativeModel, TreeShape, load_backbone, load_tokenizer
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.heads.methods import build_drafter
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import HEADS, resolve, resolve_heads

@@ -10,10 +10,9 @@ from exported import refused
 from families import random_drafter, read, texts
 from safetensors.torch import load_file
 
+from headstart import Backbone, load, load_backbone
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.own_readout import largest
-from headstart.inference.generate import load
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.files import read_files
 from headstart.serving.reading import build, layout_of

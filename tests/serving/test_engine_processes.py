@@ -88,21 +88,18 @@ def test_bad_input(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch)
     refuses("config.json: there is no such file", vllm.speculative_config, tmp_path, 2)
 
 
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "pard_token": 3}, "eagle3"),
-        ({"architectures": ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"]}, "eagle"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 0}}, "dflash"),
-        ({"architectures": ["Qwen3DSparkModel"], "dflash_config": {"mask_token_id": 0}}, "dspark"),
-        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "mlp_speculator"),
-        ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
-        ({"architectures": ["LlamaForCausalLM"], "pard_token": 3}, "draft_model"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "holds domino heads"),
-        ({"hydra_num_heads": 2}, "no method for"),
-    ],
-)
+@pytest.mark.parametrize(("config", "method"), [
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "pard_token": 3}, "eagle3"),
+    ({"architectures": ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"]}, "eagle"),
+    ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 0}}, "dflash"),
+    ({"architectures": ["Qwen3DSparkModel"], "dflash_config": {"mask_token_id": 0}}, "dspark"),
+    ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "mlp_speculator"),
+    ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
+    ({"architectures": ["LlamaForCausalLM"], "pard_token": 3}, "draft_model"),
+    ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "holds domino heads"),
+    ({"hydra_num_heads": 2}, "no method for"),
+])  # fmt: skip
 def test_the_method_of_a_folder(tmp_path: Path, config: dict[str, object], method: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     if " " in method:

@@ -26,24 +26,21 @@ from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 
 
-@pytest.mark.parametrize(
-    "name,to,parts",
-    [
-        ("eagle3", "vlm", ("unknown format 'vlm'", "'vllm'", "transformers, llama.cpp, openvino, dflash", "eagle4, medusa", "speculators")),
-        ("medusa", "vllm", ("up to version 0.32 only", "TGI reads them", "--to medusa")),
-        ("medusa", "sglang", ("SGLang does not read Medusa", "TGI")),
-        ("mlp", "vllm", ("0.9.2", "TGI")),
-        ("mlp-small", "tgi", ("tie_weights only", "--to mlp-speculator")),
-        ("hydra", "vllm", ("no other engine reads them today", "headstart.load")),
-        ("hydra", "medusa", ("holds Hydra heads", "no engine reads these")),
-        ("eagle", "trtllm", ("1.2.1", "EAGLE-3 only", "vLLM and SGLang read them")),
-        ("domino", "vllm", ("Domino's correction", "SGLang reads them")),
-        ("dspark", "dflash-hf", ("is of DFlash", "dflash, speculators")),
-        ("eagle3", "transformers", ("does not read EAGLE-3",)),
-        ("absent", "vllm", ("no heads at", "not on the hub")),
-        ("backbone", "vllm", ("has no headstart.json",)),
-    ],
-)
+@pytest.mark.parametrize("name,to,parts", [
+    ("eagle3", "vlm", ("unknown format 'vlm'", "'vllm'", "transformers, llama.cpp, openvino, dflash", "eagle4, medusa", "speculators")),
+    ("medusa", "vllm", ("up to version 0.32 only", "TGI reads them", "--to medusa")),
+    ("medusa", "sglang", ("SGLang does not read Medusa", "TGI")),
+    ("mlp", "vllm", ("0.9.2", "TGI")),
+    ("mlp-small", "tgi", ("tie_weights only", "--to mlp-speculator")),
+    ("hydra", "vllm", ("no other engine reads them today", "headstart.load")),
+    ("hydra", "medusa", ("holds Hydra heads", "no engine reads these")),
+    ("eagle", "trtllm", ("1.2.1", "EAGLE-3 only", "vLLM and SGLang read them")),
+    ("domino", "vllm", ("Domino's correction", "SGLang reads them")),
+    ("dspark", "dflash-hf", ("is of DFlash", "dflash, speculators")),
+    ("eagle3", "transformers", ("does not read EAGLE-3",)),
+    ("absent", "vllm", ("no heads at", "not on the hub")),
+    ("backbone", "vllm", ("has no headstart.json",)),
+])  # fmt: skip
 def test_refusals(home: Path, tmp_path: Path, name: str, to: str, parts: tuple[str, ...]) -> None:
     message = refused(home, name, to, tmp_path / "out")
     assert all(part in message for part in parts), message

@@ -141,9 +141,8 @@ def test_damaged_and_hostile_files(on: Backbone, tmp_path: Path, capsys: Any, mo
     assert "no heads at '../no/where': no such folder, and not on the hub" in refused("../no/where", on, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/note").touch()
-    assert "exists and is not an empty folder; give a new one" in error_of(
-        capsys, "import", tmp_path / "cut", "--backbone", on.name, "--out", tmp_path / "full"
-    )
+    error = error_of(capsys, "import", tmp_path / "cut", "--backbone", on.name, "--out", tmp_path / "full")
+    assert "exists and is not an empty folder; give a new one" in error
 
 
 def packed(weight: torch.Tensor, bits: int, scales: tuple[int, int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -180,18 +179,15 @@ def test_what_others_leave_unpacked_is_read(of: str, dtype: torch.dtype) -> None
     assert dequantized(quantised_by_others(format=of), tensors)["a.weight"].tolist() == [[-1.5, 2.0]]
 
 
-@pytest.mark.parametrize(
-    ("changed", "stated", "message"),
-    [
-        ({"a.weight_zero_point": torch.ones(6, 1)}, {}, "zero points or in the order of activations are not read"),
-        ({"a.weight_packed": torch.zeros(6, 4, dtype=torch.int32)}, {}, r"weight_packed \[6, 4\] holds no values of 4 or 8 bits"),
-        ({"a.weight_scale": torch.ones(6, 3)}, {}, r"\[6, 3\] scales do not divide a weight of \[6, 20\] evenly"),
-        ({}, {"quant_method": "gptq", "format": None}, "quantised by gptq; read are compressed-tensors' pack-quantized"),
-        ({}, {"format": "nvfp4-pack-quantized"}, "quantised by compressed-tensors nvfp4-pack-quantized; read are"),
-        ({}, {"transform_config": {"config_groups": {}}}, "with other weights left out or rotated"),
-        ({}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with other weights left out or rotated"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "stated", "message"), [
+    ({"a.weight_zero_point": torch.ones(6, 1)}, {}, "zero points or in the order of activations are not read"),
+    ({"a.weight_packed": torch.zeros(6, 4, dtype=torch.int32)}, {}, r"weight_packed \[6, 4\] holds no values of 4 or 8 bits"),
+    ({"a.weight_scale": torch.ones(6, 3)}, {}, r"\[6, 3\] scales do not divide a weight of \[6, 20\] evenly"),
+    ({}, {"quant_method": "gptq", "format": None}, "quantised by gptq; read are compressed-tensors' pack-quantized"),
+    ({}, {"format": "nvfp4-pack-quantized"}, "quantised by compressed-tensors nvfp4-pack-quantized; read are"),
+    ({}, {"transform_config": {"config_groups": {}}}, "with other weights left out or rotated"),
+    ({}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with other weights left out or rotated"),
+])  # fmt: skip
 def test_what_is_not_read_of_others_is_one_line(changed: dict[str, torch.Tensor], stated: dict[str, Any], message: str) -> None:
     tensors = packed(torch.randn(6, 20), 4, (6, 1))[0] | changed
     refuses(message, dequantized, quantised_by_others(**stated), tensors)

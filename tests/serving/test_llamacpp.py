@@ -116,14 +116,11 @@ def test_blocks_that_llama_cpp_would_draft_otherwise(home: Path, tmp_path: Path,
     assert setting in refused(tmp_path, "heads", "llama.cpp", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "note"),
-    [
-        ("[x{% if enable_thinking %}?{% endif %}]", 'send chat_template_kwargs {"enable_thinking": false}'),
-        ("[x{{ enable_thinking }}]", "train with data.template_kwargs.enable_thinking"),
-        ("[x{% if enable_thinking is defined and not enable_thinking %}?{% endif %}]", None),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "note"), [
+    ("[x{% if enable_thinking %}?{% endif %}]", 'send chat_template_kwargs {"enable_thinking": false}'),
+    ("[x{{ enable_thinking }}]", "train with data.template_kwargs.enable_thinking"),
+    ("[x{% if enable_thinking is defined and not enable_thinking %}?{% endif %}]", None),
+])  # fmt: skip
 def test_the_variable_that_its_server_turns_on(home: Path, tmp_path: Path, prompt: str, note: str | None) -> None:
     shutil.copytree(home / "backbone", tmp_path / "backbone")
     tokenizer = load_tokenizer("embedded")

@@ -174,9 +174,8 @@ def test_an_exported_folder(tmp_path, capsys):
     assert metadata["tags"] == ["speculative-decoding", "eagle3", "headstart"] and "vllm serve tiny-llama" in text
     assert "headstart import me/x --backbone tiny-llama" in text and "| layout | eagle3 |" in text and "24 nodes, width 8 | 1.50" in text
     assert "SGLang" not in text  # exported for vLLM
-    assert "whose dtype is that of headstart export --dtype; leave --dtype bf16 out" in error_of(
-        capsys, "push", exported, "me/x", "--dtype", "bf16"
-    )
+    error = error_of(capsys, "push", exported, "me/x", "--dtype", "bf16")
+    assert "whose dtype is that of headstart export --dtype; leave --dtype bf16 out" in error
     files = {file.name: file for file in (tmp_path / "out").iterdir()}
     assert files.keys() == {"README.md", "config.json", "headstart_export.json", "model.safetensors"}
     assert str(tmp_path) not in files["headstart_export.json"].read_text() + files["config.json"].read_text()

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from errors import report_of
 from families import random_drafter, tiny
 from safetensors.torch import load_file
 
+from headstart import Backbone, load
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.generate import load
 from headstart.serving.quantize import quantize, rounded
 from headstart.serving.reading import Wishes, measure
 from headstart.support.errors import UserError
@@ -32,10 +32,9 @@ def test_rounding_by_inputs_changes_outputs_least() -> None:
 
 
 def test_the_heads_that_ship_are_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, report = tmp_path / "out", tmp_path / "report.json"
-    assert main(["quantize", "embedded", "--out", str(out), "--max-new-tokens", "12", "--json", str(report)]) == 0
+    out = tmp_path / "out"
+    found = report_of(tmp_path, "quantize", "embedded", "--out", out, "--max-new-tokens", "12")
     said = capsys.readouterr().out
-    found = json.loads(report.read_text())
     assert said.startswith("9 layers of 4 bits; on 40 prompts of prompts.jsonl: tau ")
     assert found["before"]["tau"] > 2 and found["after"]["tau"] > 0.95 * found["before"]["tau"]
     weights = load_file(out / "model.safetensors")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines_alone import stand_in
-from errors import error_of
+from errors import error_of, report_of
 from families import VOCAB, random_drafter, tiny
 from plain.base import Target
 from plain.drafts import reference_drafts
@@ -197,11 +197,8 @@ def test_missing_files_are_named(house: Path, backbone: Backbone, tmp_path: Path
 
 
 def test_a_checkpoint_is_verified_by_itself(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = tmp_path / "verdict.json"
-    assert main(["verify", str(house / "eagle3"), "--json", str(report)]) == 0
-    out = capsys.readouterr().out
+    stored, out = report_of(tmp_path, "verify", house / "eagle3"), capsys.readouterr().out
     assert out.startswith("EQUAL") and "9 of 9 drafts are those of the trained heads" in out
-    stored = json.loads(report.read_text())
     assert stored["equal"] and stored["cause"] is None and stored["reference"]["equal"] == stored["reference"]["drafts"] == 9
     assert stored["reference"]["distance"] < 1e-4 and stored["comparison"] is None
 

@@ -19,8 +19,7 @@ from small_run import Forked, make_recipe, prepared, read_log
 from transformers import AutoModelForCausalLM
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.features import Features
+from headstart import Backbone, Features, load_backbone
 from headstart.training.objective.loss_rows import lm_loss
 
 LORA = {
@@ -31,14 +30,9 @@ STEPS, ALONE, MICRO_BATCHES = 10, 4, 2
 
 
 def joint_recipe(folder: Path, **lora: float | bool) -> Path:
-    return make_recipe(
-        folder,
-        6,
-        backbone={"lora": LORA | lora},
-        drafter={"kind": "tests.helpers.dying", "depth": 2, "taps": [1, 3, 5], "draft_vocab_size": 40},
-        train={"steps": STEPS, "micro_batch": 2, "ema_decay": 0.5, "optimizer": "muon"},
-        save={"every": 3},
-    )
+    drafter = {"kind": "tests.helpers.dying", "depth": 2, "taps": [1, 3, 5], "draft_vocab_size": 40}
+    train = {"steps": STEPS, "micro_batch": 2, "ema_decay": 0.5, "optimizer": "muon"}
+    return make_recipe(folder, 6, backbone={"lora": LORA | lora}, drafter=drafter, train=train, save={"every": 3})
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,11 @@ from test_draft_model import words
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart import Backbone, Drafter, SpeculativeModel, TreeShape, load_backbone, load_tokenizer
 from headstart.heads.backbone.features import Anchors, Features
-from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.methods import build_drafter, construct_drafter
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
 from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample
@@ -171,22 +168,18 @@ def test_rotary_frequencies_keep_their_precision() -> None:
         assert torch.equal(buffer, before) and buffer.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "arguments,named",
-    [
-        ({"layers": LAYERS + 1}, f"drafter.layers is from 1 to {LAYERS}, the layers that the backbone has; got {LAYERS + 1}"),
-        ({"layers": 2, "path": "x"}, "drafter.layers prunes the backbone and goes with neither path nor architecture"),
-        ({"parallel": True}, "drafter.depth is at least 2 with parallel"),
-        ({"mask_token": 3}, "drafter.mask_token goes with parallel"),
-        (PARALLEL | {"mask_token": VOCAB}, f"drafter.mask_token is a token of the vocabulary, from 0 to {VOCAB - 1}; got {VOCAB}"),
-        (PARALLEL | {"draft_depth": 5}, "DraftModel cannot draft deeper than the 4 tokens"),
-        ({"path": "/nowhere/model"}, "no draft model at '/nowhere/model'"),
-        ({"architecture": {"model_type": "nonsense"}}, "drafter.architecture is no configuration"),
-        ({"architecture": {"hidden_size": 8}}, "drafter.architecture is no configuration"),
-        ({"architecture": {"model_type": "t5"}}, "a draft model of type 't5' cannot be built"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("arguments,named", [
+    ({"layers": LAYERS + 1}, f"drafter.layers is from 1 to {LAYERS}, the layers that the backbone has; got {LAYERS + 1}"),
+    ({"layers": 2, "path": "x"}, "drafter.layers prunes the backbone and goes with neither path nor architecture"),
+    ({"parallel": True}, "drafter.depth is at least 2 with parallel"),
+    ({"mask_token": 3}, "drafter.mask_token goes with parallel"),
+    (PARALLEL | {"mask_token": VOCAB}, f"drafter.mask_token is a token of the vocabulary, from 0 to {VOCAB - 1}; got {VOCAB}"),
+    (PARALLEL | {"draft_depth": 5}, "DraftModel cannot draft deeper than the 4 tokens"),
+    ({"path": "/nowhere/model"}, "no draft model at '/nowhere/model'"),
+    ({"architecture": {"model_type": "nonsense"}}, "drafter.architecture is no configuration"),
+    ({"architecture": {"hidden_size": 8}}, "drafter.architecture is no configuration"),
+    ({"architecture": {"model_type": "t5"}}, "a draft model of type 't5' cannot be built"),
+], ids=str)  # fmt: skip
 def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named: str) -> None:
     assert named in refusal(build_drafter, "draft_model", backbone("llama"), arguments)
 

@@ -11,15 +11,13 @@ import pytest
 from small_run import Forked, make_recipe, numbers, read_log, train_once
 from watched import watched
 
+from headstart import Drafter, load_backbone, load_recipe
 from headstart.cli.main import main as headstart
 from headstart.cli.train import main
-from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.eagle3 import Eagle3
 from headstart.training import evaluation
 from headstart.training.features.source import LiveFeatures
-from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.log import Log
 from headstart.training.setup import prepare
 

@@ -14,9 +14,9 @@ from small_run import losses, make_recipe, memory_plan, prepared, read_log
 from tiny_models import tiny_model
 from torch import Tensor
 
+from headstart import Backbone, load_backbone, load_recipe
 from headstart.cli.main import main
 from headstart.cli.train import main as train
-from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone, final_norm, load_head_only
 from headstart.heads.backbone.weight_files import E2M1
 from headstart.heads.layers.start_values import layer_weights
@@ -24,7 +24,6 @@ from headstart.training import loop
 from headstart.training.features import source as opening
 from headstart.training.features.cached import SUPPLEMENT
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MicroBatch
-from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
 HEAD = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
@@ -218,15 +217,12 @@ def test_an_output_layer_in_the_files_of_a_tied_model(table: Tensor, tmp_path: P
     assert torch.equal(moved.embed.weight, table)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({TABLE: None}, "lacks model.embed_tokens.weight, so it cannot train heads"),
-        ({"model.norm.weight": None}, "lacks model.norm.weight, so it cannot train heads"),
-        ({TABLE: torch.zeros(4, 4, dtype=torch.int8)}, "is int8, in a way that is not known"),
-        ({TABLE: torch.zeros(4, 4)}, r"is \[4, 4\], by its configuration \["),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({TABLE: None}, "lacks model.embed_tokens.weight, so it cannot train heads"),
+    ({"model.norm.weight": None}, "lacks model.norm.weight, so it cannot train heads"),
+    ({TABLE: torch.zeros(4, 4, dtype=torch.int8)}, "is int8, in a way that is not known"),
+    ({TABLE: torch.zeros(4, 4)}, r"is \[4, 4\], by its configuration \["),
+])  # fmt: skip
 def test_what_cannot_be_read_is_said(change: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
     refuses(message, load_head_only, changed(tmp_path / "new", change))
 

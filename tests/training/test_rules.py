@@ -157,19 +157,16 @@ def test_new_recipe_of_several_chat_templates_without_a_default(tmp_path: Path, 
     assert "the chat templates rag, tool_use have no default; set data.chat_template to the text of one" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere/at-all"], "no backbone at 'nowhere/at-all': no such folder"),
-        ([""], "MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text"),
-        (["embedded", "--method", "eagle4"], "--method eagle4 is unknown; methods are eagle3, peagle, block, medusa"),
-        (["embedded", "--gpus", "1"], "--gpus 1: this machine has no accelerator to read the memory of; give it with --memory GB"),
-        (["embedded", "--method", "medusa", "--gpus", "1", "--memory", "1"], "nothing fits 1 x 1.0 GB, not even one row at a time"),
-        (["embedded", "--data", " "], "--data is one of ultrachat, sharegpt"),
-        (["embedded", "--data", "nowhere.jsonl"], "data file nowhere.jsonl: there is no such file"),
-        (["embedded", "--out", "recipe.txt"], "--out recipe.txt is to end in .yaml"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["nowhere/at-all"], "no backbone at 'nowhere/at-all': no such folder"),
+    ([""], "MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text"),
+    (["embedded", "--method", "eagle4"], "--method eagle4 is unknown; methods are eagle3, peagle, block, medusa"),
+    (["embedded", "--gpus", "1"], "--gpus 1: this machine has no accelerator to read the memory of; give it with --memory GB"),
+    (["embedded", "--method", "medusa", "--gpus", "1", "--memory", "1"], "nothing fits 1 x 1.0 GB, not even one row at a time"),
+    (["embedded", "--data", " "], "--data is one of ultrachat, sharegpt"),
+    (["embedded", "--data", "nowhere.jsonl"], "data file nowhere.jsonl: there is no such file"),
+    (["embedded", "--out", "recipe.txt"], "--out recipe.txt is to end in .yaml"),
+])  # fmt: skip
 def test_new_recipe_names_what_is_wrong(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,19 +176,14 @@ def test_faults_that_begin_later_are_found_by_samples(run: Any, served: StatesSe
     assert 8 < len(checked) < len(served.asked) / 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": "other"}, "does not serve 'other'.*start the server as headstart serve-features"),
-        ({"folder": "/nowhere/at/all"}, "its files do not arrive in features.folder=/nowhere/at/all, which is not there"),
-        ({"endpoint": "ftp://there"}, "features.endpoint"),
-        ({"endpoint": "http://user:secret@there"}, r"features.endpoint is an address without user.*\(what was given is not shown\)"),
-        ({"api_key": "NO_SUCH_KEY"}, "features.api_key=NO_SUCH_KEY names no environment variable"),
-    ],
-)
-def test_settings_that_cannot_be(
-    changes: dict[str, Any], message: str, run: Any, served: StatesServer, tmp_path: Path, capsys: Any
-) -> None:
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model": "other"}, "does not serve 'other'.*start the server as headstart serve-features"),
+    ({"folder": "/nowhere/at/all"}, "its files do not arrive in features.folder=/nowhere/at/all, which is not there"),
+    ({"endpoint": "ftp://there"}, "features.endpoint"),
+    ({"endpoint": "http://user:secret@there"}, r"features.endpoint is an address without user.*\(what was given is not shown\)"),
+    ({"api_key": "NO_SUCH_KEY"}, "features.api_key=NO_SUCH_KEY names no environment variable"),
+])  # fmt: skip
+def test_impossible_settings(changes: dict[str, Any], message: str, run: Any, served: StatesServer, tmp_path: Path, capsys: Any) -> None:
     line = error_of(capsys, "train", *command(run[0], served, **changes), f"save.dir={tmp_path}/out")
     assert re.search(message, line) and "secret" not in line, line
 

@@ -14,11 +14,10 @@ from headstart_cpu import trace
 from test_capture import CPU, Counted, captured_by
 from torch import Tensor
 
+from headstart import SpeculativeModel, TreeShape
 from headstart.inference.capture import captured as capturing
 from headstart.inference.capture.capture import Capturer, CaptureReport
 from headstart.inference.capture.captured import PATIENCE
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 
@@ -82,17 +81,14 @@ def without_private_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_create_function_from_graph")
 
 
-@pytest.mark.parametrize(
-    ("missing", "reason"),
-    [
-        (lambda monkeypatch: monkeypatch.delattr(torch.jit, "optimized_execution"), "has no torch.jit.optimized_execution"),
-        (without_private_functions, "lacks torch._C._jit_pass_cse, torch._C._create_function_from_graph, with which traces are made"),
-        (
-            lambda monkeypatch: monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0)),
-            "torch.jit does not support Python 3.14 and later",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("missing", "reason"), [
+    (lambda monkeypatch: monkeypatch.delattr(torch.jit, "optimized_execution"), "has no torch.jit.optimized_execution"),
+    (without_private_functions, "lacks torch._C._jit_pass_cse, torch._C._create_function_from_graph, with which traces are made"),
+    (
+        lambda monkeypatch: monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0)),
+        "torch.jit does not support Python 3.14 and later",
+    ),
+])  # fmt: skip
 def test_without_traces_auto_captures_nothing_and_says_so(missing: Callable[[pytest.MonkeyPatch], None], reason: str, caplog: Any) -> None:
     on, row = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "tree": TreeShape(8, 3)}

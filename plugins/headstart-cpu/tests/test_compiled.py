@@ -15,12 +15,10 @@ from headstart_cpu.program import Program, hold, sizes_named
 from headstart_cpu.traced import EXAMPLES, traced
 from needs import needs_a_compiler
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.inference.capture.captured import warn_once
 from headstart.inference.engine.drafter_source import DrafterSource
 from headstart.inference.engine.proposer import made
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.runtime import Engine
 from headstart.support.errors import UserError
 

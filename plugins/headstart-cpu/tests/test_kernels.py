@@ -16,8 +16,7 @@ from headstart_cpu.program import NotCompiled, Packed
 from needs import needs_a_compiler
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.inference.generate import load
+from headstart import load, load_backbone, load_tokenizer
 from headstart.serving.quantize import rounded
 from headstart.support.devices import cxx
 

@@ -15,8 +15,8 @@ from errors import error_of, refuses
 from families import backbone, build, prompts, random_drafter, tiny
 from transformers import GenerationConfig
 
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.chat.prompts import Prompt, Prompter
-from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench import bench
 from headstart.inference.bench.bench import Plan, Race, compare
 from headstart.inference.bench.results import busy, memory_bandwidth, repeated_ngrams, weight_bytes
@@ -24,8 +24,6 @@ from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuat
 from headstart.inference.bench.table import AR, capture_notes, conclusions, print_report, report_page, rows_at
 from headstart.inference.capture.capture import CaptureReport
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
 from headstart.inference.steps import Tally
 

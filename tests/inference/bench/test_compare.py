@@ -16,9 +16,9 @@ from recorded import Change, a_logit, a_value, last_places, like_smollm2, regist
 from tiny_models import tiny_model
 from webpage import Reader
 
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.chat.prompts import Prompt
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.compare import Comparison, comparison_page, read_comparison
 from headstart.inference.bench.judging import Entry, sentence
@@ -26,8 +26,6 @@ from headstart.inference.bench.systems import AR
 from headstart.inference.bench.table import print_report, report_page
 from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.judge import Judgement
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 
 
 def entry(tau: float, speed: float, **more: object) -> dict:
@@ -109,9 +107,8 @@ def test_training_runs_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["compare", *paths]) == 0
     out = capsys.readouterr().out
     assert all(path in out for path in paths) and "train.lr" in out and "save.dir" not in out
-    assert "for the curves of runs, train with log.tensorboard=true or log.wandb" in error_of(
-        capsys, "compare", *paths, "--html", tmp_path / "runs.html"
-    )
+    error = error_of(capsys, "compare", *paths, "--html", tmp_path / "runs.html")
+    assert "for the curves of runs, train with log.tensorboard=true or log.wandb" in error
 
 
 def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,17 +123,14 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         assert expected in error_of(capsys, "compare", *paths)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ("{", "is damaged"), ("[]", "is damaged"), ('{"loss": 1}', "is no report"), ("\x00", "is damaged"),
-        ({"results": [{}]}, "results.0"), ({"results": None}, "results"), ({"versions": []}, "versions"),
-        ({"baselines": ["x"]}, "baselines.0"),
-        ({"results": [entry(2.0, 15.0, head="x", identical="x")]}, "results.0.identical"),
-        ({"results": [entry(2.0, 15.0, head="x") | {"tau": None}]}, "results.0.tau"),
-        ({"results": [entry(2.0, 15.0, head="x", acceptance_per_depth=["x"])]}, "results.0.acceptance_per_depth.0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "named"), [
+    ("{", "is damaged"), ("[]", "is damaged"), ('{"loss": 1}', "is no report"), ("\x00", "is damaged"),
+    ({"results": [{}]}, "results.0"), ({"results": None}, "results"), ({"versions": []}, "versions"),
+    ({"baselines": ["x"]}, "baselines.0"),
+    ({"results": [entry(2.0, 15.0, head="x", identical="x")]}, "results.0.identical"),
+    ({"results": [entry(2.0, 15.0, head="x") | {"tau": None}]}, "results.0.tau"),
+    ({"results": [entry(2.0, 15.0, head="x", acceptance_per_depth=["x"])]}, "results.0.acceptance_per_depth.0"),
+])  # fmt: skip
 def test_a_damaged_report_or_another_file_is_named(tmp_path: Path, capsys: Any, changes: dict | str, named: str) -> None:
     (tmp_path / "b.json").write_text(changes if isinstance(changes, str) else json.dumps(report(**changes)))
     error = error_of(capsys, "compare", write(tmp_path, "a.json", report()), tmp_path / "b.json")
@@ -192,15 +186,12 @@ def printed(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("change", "dtype"),
-    [
-        (a_logit, torch.bfloat16),
-        pytest.param(a_value, torch.float32, marks=pytest.mark.slow),
-        pytest.param(a_logit, torch.float32, marks=pytest.mark.slow),
-        pytest.param(a_value, torch.bfloat16, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("change", "dtype"), [
+    (a_logit, torch.bfloat16),
+    pytest.param(a_value, torch.float32, marks=pytest.mark.slow),
+    pytest.param(a_logit, torch.float32, marks=pytest.mark.slow),
+    pytest.param(a_value, torch.bfloat16, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_one_changed_value_of_a_replay_is_a_fault(change: Change, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, change)
     report = measured(dtype)

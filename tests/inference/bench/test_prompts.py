@@ -72,28 +72,25 @@ def test_text_is_cut(tmp_path):
     assert read_prompts(file, Prompter(tokenizer))[0].ids_T.tolist() == ids[: (len(ids) + 1) // 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("p.csv", "a", "its name should end in .jsonl"),
-        ("p.jsonl", None, "there is no such file"),
-        ("p.jsonl", "\n\n", "holds no prompts"),
-        ("p.jsonl", '{"text": "a b c d"}\n{"text": ', "line 2: not valid JSON"),
-        ("p.jsonl", "[1]", "line 1: a row is a mapping"),
-        ("p.jsonl", '{"body": "a"}', "line 1: no column to ask with (found body; known: messages, conversations"),
-        ("p.jsonl", '{"prompt": 3}', "prompt: text expected; got int"),
-        ("p.jsonl", '{"turns": ["a", 3]}', "turns: text expected; got int"),
-        ("p.jsonl", '{"messages": "a"}', "messages: a conversation is a list of turns, each a mapping; got 'a'"),
-        ("p.jsonl", '{"messages": [{"speaker": "a"}]}', "this one has speaker"),
-        ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
-        ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
-        ("p.jsonl", json.dumps({"prompt": json.dumps(chat(TURNS[0]))}), "no chat template"),
-        ("p.jsonl", json.dumps({"prompt": chat(*TURNS[:2])}), "prompt ends with the assistant's turn: nothing is asked; end it with"),
-        ("p.jsonl", '{"text": "a", "question": "b"}', "the row has question and text, of which either may be what to ask; leave one"),
-        ("p.jsonl", '{"instruction": "a", "input": 3}', "instruction, input go together where all are text; got input 3"),
-        ("p.jsonl.gz", "not compressed", "line 1: not valid JSON"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("p.csv", "a", "its name should end in .jsonl"),
+    ("p.jsonl", None, "there is no such file"),
+    ("p.jsonl", "\n\n", "holds no prompts"),
+    ("p.jsonl", '{"text": "a b c d"}\n{"text": ', "line 2: not valid JSON"),
+    ("p.jsonl", "[1]", "line 1: a row is a mapping"),
+    ("p.jsonl", '{"body": "a"}', "line 1: no column to ask with (found body; known: messages, conversations"),
+    ("p.jsonl", '{"prompt": 3}', "prompt: text expected; got int"),
+    ("p.jsonl", '{"turns": ["a", 3]}', "turns: text expected; got int"),
+    ("p.jsonl", '{"messages": "a"}', "messages: a conversation is a list of turns, each a mapping; got 'a'"),
+    ("p.jsonl", '{"messages": [{"speaker": "a"}]}', "this one has speaker"),
+    ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
+    ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
+    ("p.jsonl", json.dumps({"prompt": json.dumps(chat(TURNS[0]))}), "no chat template"),
+    ("p.jsonl", json.dumps({"prompt": chat(*TURNS[:2])}), "prompt ends with the assistant's turn: nothing is asked; end it with"),
+    ("p.jsonl", '{"text": "a", "question": "b"}', "the row has question and text, of which either may be what to ask; leave one"),
+    ("p.jsonl", '{"instruction": "a", "input": 3}', "instruction, input go together where all are text; got input 3"),
+    ("p.jsonl.gz", "not compressed", "line 1: not valid JSON"),
+])  # fmt: skip
 def test_faults_in_files_of_prompts(tmp_path, name, content, message):
     file = tmp_path / name
     if content is not None:

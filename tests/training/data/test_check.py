@@ -20,7 +20,7 @@ from chat_templates import (
     make_tokenizer,
     write_rows,
 )
-from errors import refuses
+from errors import refusal, refuses, report_of
 from tokenizers import normalizers
 from webpage import Reader
 
@@ -79,9 +79,7 @@ def test_a_text_may_begin_with_what_the_prompt_has_opened(tmp_path: Path) -> Non
 def test_another_prompt_than_transformers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = conversation.Chat.tokens
     monkeypatch.setattr(conversation.Chat, "tokens", lambda self, texts: tokens(self, [text.replace("Hi", "Ho") for text in texts]))
-    with pytest.raises(UserError) as caught:
-        loaded(tmp_path, conversations())
-    error = str(caught.value)
+    error = refusal(loaded, tmp_path, conversations())
     assert error.startswith("only 0 of 12 answers are tokenised as they are written (of some of the rows). ")
     assert "rows.jsonl, row 1, turn 1, its prompt: from token" in error and "the prompt is not what apply_chat_template gives" in error
     tokenizer = make_tokenizer(CHATML)
@@ -119,12 +117,11 @@ def test_tokens_of_another_tokenizer_are_an_error(tmp_path: Path) -> None:
 
 def test_train_and_inspect_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(make_chat_recipe(tmp_path, make_chat_model(tmp_path / "model", PLAIN)))
-    page, report = tmp_path / "page.html", tmp_path / "sample.json"
-    assert main(["inspect", recipe, "--row", "1", "--html", str(page), "--json", str(report)]) == 0
+    page = tmp_path / "page.html"
+    written = report_of(tmp_path, "inspect", recipe, "--row", "1", "--html", page)
     out = capsys.readouterr().out
     assert "answers   12 of 12 answers are tokenised as they are written" in out
     assert "warning the chat template writes no end-of-sequence token of the model" in " ".join(out.split())
-    written = json.loads(report.read_text())
     assert written["data"]["check"]["as_written"] == 12 and {"token", "loss"} <= written["sample"][0].keys()
     assert main(["train", recipe]) == 0
     said = capsys.readouterr().err
@@ -229,16 +226,13 @@ def test_regenerating_keeps_a_marked_turn() -> None:
 IDS = [5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize(
-    ("masks", "learned"),
-    [
-        ({"labels": [-100, -100, 7, 8, -100]}, [7, 8]),
-        ({"completion_mask": [0, 0, 1, 1, 1]}, [7, 8, 9]),
-        ({"completion_mask": [0, 1, 1, 1, 1], "assistant_masks": [1, 0, 1, 1, 0]}, [7, 8]),
-        ({"loss_mask": [0, 0, 1, 1, 1], "labels": [-100, 6, 7, -100, 9]}, [7, 9]),
-        ({"loss_mask": [0, 1, 1, 1, 1], "attention_mask": [0, 1, 1, 1, 1]}, [6, 7, 8, 9]),
-    ],
-)
+@pytest.mark.parametrize(("masks", "learned"), [
+    ({"labels": [-100, -100, 7, 8, -100]}, [7, 8]),
+    ({"completion_mask": [0, 0, 1, 1, 1]}, [7, 8, 9]),
+    ({"completion_mask": [0, 1, 1, 1, 1], "assistant_masks": [1, 0, 1, 1, 0]}, [7, 8]),
+    ({"loss_mask": [0, 0, 1, 1, 1], "labels": [-100, 6, 7, -100, 9]}, [7, 9]),
+    ({"loss_mask": [0, 1, 1, 1, 1], "attention_mask": [0, 1, 1, 1, 1]}, [6, 7, 8, 9]),
+])  # fmt: skip
 def test_every_mask_counts(masks: dict[str, Any], learned: list[int]) -> None:
     for row in ({"input_ids": IDS} | masks, {"input_ids": [IDS]} | {name: [mask] for name, mask in masks.items()}):
         (sample,), _ = make_samples([row], make_tokenizer(CHATML), Data(train="x"), source="x")
