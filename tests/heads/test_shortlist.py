@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from errors import refuses
+from errors import output_of, refuses
 from families import backbone, random_drafter, read, texts
 from small_run import make_recipe, train_once
 from torch import Tensor, nn
@@ -112,8 +112,7 @@ def test_a_run_ends_with_a_shortlist(trained: Path, tmp_path: Path, capsys: pyte
     texts_of = []
     for more in ([], ["--no-draft"], ["--temperature", "1", "--seed", "3"], ["--temperature", "1", "--seed", "3", "--no-draft"]):
         capsys.readouterr()
-        assert main([*command, *more]) == 0
-        texts_of.append(capsys.readouterr().out)
+        texts_of.append(output_of(capsys, *command, *more))
     assert texts_of[0] == texts_of[1] != texts_of[2] == texts_of[3]
 
 

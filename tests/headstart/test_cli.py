@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_templates import CHATML, make_chat_model
-from errors import error_of, report_of
+from errors import error_of, output_of, report_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
@@ -106,8 +106,7 @@ def test_generate_streams_what_heads_write(house, tmp_path, capsys):
     text = written(house, Settings(16))
     assert printed.out == text + "\n" and report["text"] == text
     assert printed.err.startswith(f"mean acceptance length (tau) {report['tau']:.2f}") and f"{report['tokens']} tokens" in printed.err
-    assert main(["generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "16", "--echo"]) == 0
-    assert capsys.readouterr().out == f"What is two?{text}\n"
+    assert output_of(capsys, "generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "16", "--echo") == f"What is two?{text}\n"
 
 
 @pytest.mark.parametrize(
@@ -128,23 +127,19 @@ def test_sampling_is_governed_by_the_seed_and_nothing_else(house, tmp_path, caps
     outputs = []
     systems = ("--heads eagle3", "--heads medusa --nodes 7", "--backbone backbone")
     for more in systems:
-        assert main([*arguments, *more.split(), "--seed", "7"]) == 0
-        outputs.append(capsys.readouterr().out)
+        outputs.append(output_of(capsys, *arguments, *more.split(), "--seed", "7"))
     assert outputs == [written(house, Settings(16, 0.9, 50, 0.9)) + "\n"] * 3
     drawn, printed = report_of(tmp_path, *arguments, "--heads", "medusa")["seed"], capsys.readouterr()
     assert f"seed {drawn}" in printed.err
-    assert main([*arguments, "--heads", "medusa", "--seed", str(drawn)]) == 0
-    assert capsys.readouterr().out == printed.out
+    assert output_of(capsys, *arguments, "--heads", "medusa", "--seed", str(drawn)) == printed.out
 
 
 def test_prompt_from_a_file_and_from_a_pipe(house, tmp_path, stdin, capsys):
     (tmp_path / "prompt.txt").write_text("What is\ntwo?\n")
     expected = written(house, Settings(20), prompt="What is\ntwo?") + "\n"
-    assert main(["generate", "--heads", "medusa", "--file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "20"]) == 0
-    assert capsys.readouterr().out == expected
+    assert output_of(capsys, "generate", "--heads", "medusa", "--file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "20") == expected
     stdin("What is\ntwo?\n")
-    assert main(["generate", "--heads", "medusa", "--max-new-tokens", "20"]) == 0
-    assert capsys.readouterr().out == expected
+    assert output_of(capsys, "generate", "--heads", "medusa", "--max-new-tokens", "20") == expected
 
 
 def test_stop_strings(house, capsys):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from errors import error_of
+from errors import error_of, output_of
 
 from headstart.cli.main import main
 
@@ -44,8 +44,7 @@ def test_the_page_from_an_empty_folder_to_tau(here: Path, capsys: pytest.Capture
 
 def test_a_new_head_keeps_the_contract(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new-head", "my_head"]) == 0
-    assert main(["check-head", "my_head.head", "depth=2"]) == 0
-    assert "keeps the contract" in capsys.readouterr().out
+    assert "keeps the contract" in output_of(capsys, "check-head", "my_head.head", "depth=2")
 
 
 @pytest.mark.parametrize(("old", "new", "rule"), [
@@ -60,8 +59,7 @@ def test_a_head_that_breaks_a_rule_is_told_which(old: str, new: str, rule: str, 
     head = here / "my_head" / "head.py"
     assert old in head.read_text()
     head.write_text(head.read_text().replace(old, new))
-    assert main(["check-head", "my_head.head"]) == 1
-    out = capsys.readouterr().out
+    out = output_of(capsys, "check-head", "my_head.head", status=1)
     assert any(line.startswith("broken") and rule in line for line in out.splitlines()), out
     assert new != "hidden + self.mixed" or re.search(r"head\.py:\d+: AttributeError: .*mixed", out), "where in the head"
 

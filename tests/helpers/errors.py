@@ -1,4 +1,4 @@
-"""What is said where something is refused: one line. What is reported where a command goes well."""
+"""What is said where something is refused: one line. What a command that goes well prints and reports."""
 
 import json
 import re
@@ -35,6 +35,12 @@ def report_of(folder: Path, *words: object) -> dict[str, Any]:
     assert main([*map(str, words), "--json", str(folder / "report.json")]) == 0
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
+    """What a command that ends with this status has printed."""
+    assert main([*map(str, words)]) == status
+    return capsys.readouterr().out
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:

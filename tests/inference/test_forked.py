@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of, refuses
+from errors import error_of, output_of, refuses
 from families import VOCAB, Scripted, backbone, heads, left_padded, prompts, say, tiny, unpadded
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -18,7 +18,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokeniz
 
 import headstart
 from headstart import SpeculativeModel, TreeShape
-from headstart.cli.main import main
 
 ROW, ROWS = left_padded(prompts((9,))), left_padded(prompts((9, 4, 6)))
 LENGTH = 24
@@ -258,8 +257,7 @@ def test_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for asked, kind in ((["--json-schema", str(schema)], "schema"), (["--regex", GRAMMARS["regex"]["regex"]], "regex")):
         texts = []
         for drafting in (["--propose", "suffix", "recycling"], ["--no-draft"]):
-            assert main([*generate, "name", *asked, *drafting]) == 0
-            texts.append(capsys.readouterr().out.strip())
+            texts.append(output_of(capsys, *generate, "name", *asked, *drafting).strip())
         assert texts[0] == texts[1] and fits(kind, texts[0])
     for asked, said in (
         (["--regex", "(a"], "unclosed group"), (["--json-schema", str(tmp_path / "none")], "--json-schema"),

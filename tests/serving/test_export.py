@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from errors import report_of
+from errors import error_of, report_of
 from exported import D, exported, refused
 from families import VOCAB, prompts, random_drafter
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from headstart.cli.main import main
 from headstart.heads.backbone.adapter import new_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.serving.export import Request, export
@@ -147,8 +146,7 @@ def test_the_command(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert report_of(tmp_path, *arguments, "vllm")["layout"] == "eagle3"
     printed = capsys.readouterr().out
     assert "layout eagle3" in printed and "vllm serve" in printed and "run in 0.32.0, 0.33.0" in printed
-    assert main([*arguments, "vllm"]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    error_of(capsys, *arguments, "vllm")
 
 
 # `headstart export --to openvino`: the checkpoint as it is, the lines that convert and use it, and what is refused.

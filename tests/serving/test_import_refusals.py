@@ -9,7 +9,7 @@ from typing import Any
 import foreign
 import pytest
 import torch
-from errors import error_of, refusal, refuses
+from errors import error_of, output_of, refusal, refuses
 from families import VOCAB, random_drafter, tiny
 from foreign import DV, D, Tensors, normal, write
 from safetensors.torch import load_file, save_file
@@ -208,7 +208,6 @@ def test_heads_in_four_bits_are_imported_and_verified(tmp_path: Path, capsys: py
     assert main(["import", str(out), "--backbone", backbone, "--out", str(imported), "--max-new-tokens", "4"]) == 0
     assert "quantised weights became the fp32 weights" in (imported / "headstart.json").read_text()
     found = load_file(imported / "model.safetensors")
-    assert main(["verify", str(out)]) == 1
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "verify", str(out), status=1)
     assert "the folder's weights are quantised (pack-quantized), which changes drafts by itself" in printed and "damaged" not in printed
     assert len(stands_for) == 7 and all(torch.allclose(found[name], weight) for name, weight in stands_for.items())

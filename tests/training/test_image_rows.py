@@ -10,7 +10,7 @@ import pytest
 import torch
 from chat_templates import write_rows
 from datasets import Dataset
-from errors import refuses, report_of
+from errors import error_of, refuses, report_of
 from image_models import make_image_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -204,8 +204,7 @@ def test_a_changed_image_is_noticed(shared: Path, tmp_path: Path, capsys: pytest
     rows = [[i] for i, sample in enumerate(run.feed.samples) if any(image.name.endswith("1.png") for image in sample.images)]
     refuses(r"1.png has changed since its row was read", run.source.read, collate(run.feed.samples, rows))
     capsys.readouterr()
-    assert main(["train", str(shared), *changes]) == 2
-    assert "is a cache of something else: the rows of data.train" in capsys.readouterr().err
+    assert "is a cache of something else: the rows of data.train" in error_of(capsys, "train", shared, *changes)
 
 
 def test_inspect_shows_the_images_of_a_row(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import shrink
 import torch
 from chat_templates import CHATML
-from errors import error_of, refuses
+from errors import error_of, output_of, refuses
 from small_run import losses, make_backbone, rows_of_text
 
 from headstart.cli.main import main
@@ -125,8 +125,7 @@ def test_new_recipe_gives_one_that_trains(name: str, method: str, tmp_path: Path
     assert main(command) == 2 and out.read_text() == "mine"
     refusal = r"error: .* is there already; name another file with --out, or replace it with --overwrite\n"
     assert re.fullmatch(refusal, capsys.readouterr().err)
-    assert main([*command, "--overwrite"]) == 0
-    said = capsys.readouterr().out
+    said = output_of(capsys, *command, "--overwrite")
     assert f"wrote     {out}" in said and out.read_text() in said and "fits      " in said and "largest   " not in said
     assert json.loads((tmp_path / "x.json").read_text())["peak"] > 0
     short = ["data.eval_rows=4", "train.epochs=null", "train.steps=2", "eval.prompts=1", "eval.max_new_tokens=4"]
@@ -141,8 +140,7 @@ def test_new_recipe_takes_prompts_alone(row: dict[str, Any], tmp_path: Path, cap
     model, asked, out = small_model(tmp_path, "qwen2.5-7b-instruct"), tmp_path / "asked.jsonl", tmp_path / "recipe.yaml"
     asked.write_text(f"{json.dumps(row)}\n" * 20)
     (model / "chat_template.jinja").write_text(CHATML)
-    assert main(["new-recipe", str(model), "--data", str(asked), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+    said = output_of(capsys, "new-recipe", str(model), "--data", str(asked), "--out", str(out))
     assert "data      none yet" in said and "`headstart regenerate` answers" in said and f"next      headstart regenerate {out}" in said
     assert main(["train", str(out)]) == 2 and "`headstart regenerate` answers" in capsys.readouterr().err
 

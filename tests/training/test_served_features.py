@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, output_of
 from safetensors.torch import load_file, save_file
 from server import Change, StatesServer, states_server
 from small_run import losses, make_recipe
@@ -194,13 +194,11 @@ def test_what_needs_the_backbone_here_is_refused(change: str, run: Any, served: 
 
 
 def test_the_line_of_a_server(run: Any, capsys: Any) -> None:
-    assert main(["serve-features", "--cpu", "--port", "8123", str(run[0] / "recipe.yaml")]) == 0
-    line = capsys.readouterr().out
+    line = output_of(capsys, "serve-features", "--cpu", "--port", "8123", str(run[0] / "recipe.yaml"))
     assert f"--served-model-name {NAME} --port 8123 --max-model-len 65" in line and "--no-enable-prefix-caching" in line
     assert '"eagle_aux_hidden_state_layer_ids": [1, 3, 5, 6]' in line and '"kv_connector": "HiddenStatesOnCPU"' in line
     assert line.startswith("PYTHONPATH=") and "-m vllm.entrypoints.openai.api_server --model" in line
-    assert main(["serve-features", "--gpus", "4", str(run[0] / "recipe.yaml"), "backbone.dtype=bf16"]) == 0
-    line = capsys.readouterr().out
+    line = output_of(capsys, "serve-features", "--gpus", "4", str(run[0] / "recipe.yaml"), "backbone.dtype=bf16")
     assert line.startswith("vllm serve ") and "--tensor-parallel-size 4" in line
     assert '"kv_connector": "ExampleHiddenStatesConnector"' in line
     assert "--dtype bfloat16" in line and '"shared_storage_path": "/dev/shm/headstart-features"' in line

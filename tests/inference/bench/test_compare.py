@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import talker
-from errors import error_of
+from errors import error_of, output_of
 from families import prompts, random_drafter
 from recorded import Change, a_logit, a_value, last_places, like_smollm2, register
 from tiny_models import tiny_model
@@ -56,8 +56,7 @@ def test_it_pairs_by_name_then_by_order_and_gives_the_changes(tmp_path: Path, ca
     both = read_comparison(before, write(tmp_path, "after.json", after))
     assert [pair.system for pair in both.pairs] == ["AR (headstart)", "out/old → out/new"]
     page = tmp_path / "page.html"
-    assert main(["compare", before, str(tmp_path / "after.json"), "--html", str(page)]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, "compare", before, str(tmp_path / "after.json"), "--html", str(page))
     assert "+50.0%" in out and "+100.0%" in out and "2.00" in out and "3.00" in out
     assert out.count("out/old → out/new") == 3  # itself and its two tasks
     assert "out/old → out/new" in page.read_text() and "extra" not in out
@@ -104,8 +103,7 @@ def run(folder: Path, name: str, backbone: str = "tiny", lr: float = 0.1) -> str
 
 def test_training_runs_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [run(tmp_path, "a"), run(tmp_path, "a2", lr=0.2), run(tmp_path, "c", lr=0.3)]
-    assert main(["compare", *paths]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, "compare", *paths)
     assert all(path in out for path in paths) and "train.lr" in out and "save.dir" not in out
     error = error_of(capsys, "compare", *paths, "--html", tmp_path / "runs.html")
     assert "for the curves of runs, train with log.tensorboard=true or log.wandb" in error

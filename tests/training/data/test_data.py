@@ -10,7 +10,7 @@ import datasets
 import pytest
 import torch
 from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
-from errors import refuses
+from errors import error_of, refuses
 from small_run import make_recipe, read_log
 from tiny_models import CONFIG_MAPPING, built, small
 
@@ -135,8 +135,7 @@ def test_tokens_that_the_embedding_lacks_are_named(tmp_path, capsys):
     """Marian's may have fewer tokens than the output layer, or more."""
     recipe, fields = make_recipe(tmp_path), {"vocab_size": 256, "decoder_vocab_size": 90, "tie_word_embeddings": False}
     built(small(CONFIG_MAPPING["marian"]().to_dict()) | fields).save_pretrained(tmp_path / "backbone")
-    assert main([str(recipe)]) == 2
-    assert "token 220, but the backbone embeds and scores 90 alone" in capsys.readouterr().err
+    assert "token 220, but the backbone embeds and scores 90 alone" in error_of(capsys, "train", recipe)
 
 
 def test_prompts():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import report_of
+from errors import error_of, report_of
 from server import StatesServer, said, serving, states_server
 from small_run import make_recipe, prepared
 from test_regenerate import dialogues, result, rows_of
@@ -150,8 +150,8 @@ def test_the_cache_has_the_backbones_own_features(served: StatesServer, tmp_path
 
 def test_tokens_that_are_no_samples_end_it(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
     served.choose = lambda log_probs: int(log_probs.argmin())
-    assert main(["regenerate", *command(served, tmp_path, "regenerate.max_new_tokens=16")]) == 2
-    assert "so improbable as samples are once in 1,000: it samples wrongly while it extracts" in capsys.readouterr().err
+    error = error_of(capsys, "regenerate", *command(served, tmp_path, "regenerate.max_new_tokens=16"))
+    assert "so improbable as samples are once in 1,000: it samples wrongly while it extracts" in error
 
 
 def test_wrong_states_end_it_and_it_goes_on(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
