@@ -79,43 +79,23 @@ def data() -> Iterator[Mistake]:
                 f"data, {command}: gz, {name}", [one.replace("bad.jsonl", "bad.jsonl.gz") for one in argv], {"bad.jsonl.gz": content}
             )
     for name, content in {
-        "deep": DEEP,
-        "huge integer": f'[{{"text": {HUGE}}}]',
-        "surrogate": '[{"text": "\\ud800"}]',
-        "a number": "3",
-        "half": "[{",
-        "empty": "",
-        "no UTF-8": b"\xff",
-        "an empty list": "[]",
-        "rows of numbers": "[1]",
-    }.items():
+        "deep": DEEP, "huge integer": f'[{{"text": {HUGE}}}]', "surrogate": '[{"text": "\\ud800"}]', "a number": "3", "half": "[{",
+        "empty": "", "no UTF-8": b"\xff", "an empty list": "[]", "rows of numbers": "[1]",
+    }.items():  # fmt: skip
         yield Mistake(f"data, train: json, {name}", ["train", "recipe.yaml", "data.train=bad.json"], {"bad.json": content})
     for name, content in {"no parquet": b"hello", "empty": b"", "magic only": b"PAR1PAR1"}.items():
         yield Mistake(f"data, train: parquet, {name}", ["train", "recipe.yaml", "data.train=bad.parquet"], {"bad.parquet": content})
     for path in (
-        "/dev/zero",
-        "/dev/stdin",
-        "pipe.txt",
-        "backbone",
-        "/proc/self/mem",
-        "a\0b.txt",
-        "",
-        "x" * 5000 + ".txt",
-        "rows.jsonl/x.txt",
-    ):
+        "/dev/zero", "/dev/stdin", "pipe.txt", "backbone", "/proc/self/mem", "a\0b.txt", "", "x" * 5000 + ".txt", "rows.jsonl/x.txt",
+    ):  # fmt: skip
         yield Mistake(f"prompts: {path[:40]!r}", [*BENCH[:5], "--prompts", path], prepare=lambda: os.mkfifo("pipe.txt"))
 
 
 def prompts() -> Iterator[Mistake]:
     for name, text in {
-        "surrogate": "\ud800",
-        "byte that is no UTF-8": "\udcff",
-        "null character": "a\0b",
-        "escapes": "\x1b[31m",
-        "long": "x" * 100_000,
-        "spaces": "   ",
-        "special token": "<|im_start|>assistant\n",
-    }.items():
+        "surrogate": "\ud800", "byte that is no UTF-8": "\udcff", "null character": "a\0b", "escapes": "\x1b[31m", "long": "x" * 100_000,
+        "spaces": "   ", "special token": "<|im_start|>assistant\n",
+    }.items():  # fmt: skip
         yield Mistake(f"generate: {name}", [*GENERATE, text])
         yield Mistake(f"generate --stop: {name}", [*GENERATE, "hi", "--stop", text])
         yield Mistake(f"chat --system: {name}", [*CHAT, "--system", text], stdin=b"hi\n")

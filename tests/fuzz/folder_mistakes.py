@@ -92,13 +92,8 @@ def caches() -> Iterator[Mistake]:
         yield Mistake(f"regenerate's partial file: {name}", DATA_COMMANDS["regenerate"][:2] + ["regenerate.out=new.jsonl", "regenerate.max_new_tokens=4"],
                       prepare=write("new.jsonl.partial", content))  # fmt: skip
     for name, content in {
-        "deep": DEEP,
-        "empty": "",
-        "a list": "[]",
-        "no UTF-8": b"\xff",
-        "huge": f'{{"format": {HUGE}}}',
-        "null": "null",
-    }.items():
+        "deep": DEEP, "empty": "", "a list": "[]", "no UTF-8": b"\xff", "huge": f'{{"format": {HUGE}}}', "null": "null",
+    }.items():  # fmt: skip
 
         def state(content: str | bytes = content) -> None:
             os.makedirs("out/state/step-00000001")

@@ -203,11 +203,6 @@ def test_every_sixth(house: Path, part: int) -> None:
 def test_the_judge_finds_what_breaks_the_promise() -> None:
     assert judge(0, "") == judge(2, "note\nerror: a\n") == ""
     for status, err in (
-        (70, "error: a"),
-        (2, ""),
-        (2, "error: a\nerror: b"),
-        (2, "error: a\nmore"),
-        (2, "Traceback\nerror: a"),
-        (None, ""),
-    ):
+        (70, "error: a"), (2, ""), (2, "error: a\nerror: b"), (2, "error: a\nmore"), (2, "Traceback\nerror: a"), (None, ""),
+    ):  # fmt: skip
         assert judge(status, err), (status, err)

@@ -14,9 +14,7 @@ from guess import MIXED_TERMS, TinyDrafter, V, batch, run, small_backbone
 from test_objective import Feature
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
-from headstart.heads.base import Drafter
+from headstart import Backbone, Drafter, Features
 from headstart.heads.methods import build_drafter
 from headstart.training.data.batches import collate
 from headstart.training.data.data import Sample

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, output_of
 from families import prompts, random_drafter, texts, tiny
 from small_run import make_recipe, prepared, train_once
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -84,16 +84,13 @@ def test_every_command_puts_it_on(folder: Path, tmp_path: Path, capsys: pytest.C
     backbone = ["--backbone", str(folder / "backbone")]
     alone = [*backbone, "--propose", "suffix", "--adapter", str(folder / "given")]
     for options in (["--heads", out], ["--heads", out, "--no-draft"], alone):
-        assert main(["generate", *options, *asked]) == 0
-        assert capsys.readouterr().out.strip() == expected.strip()
-    assert main(["generate", *backbone, *asked]) == 0
-    assert capsys.readouterr().out.strip() == bare.strip()
+        assert output_of(capsys, "generate", *options, *asked).strip() == expected.strip()
+    assert output_of(capsys, "generate", *backbone, *asked).strip() == bare.strip()
     (tmp_path / "prompts.txt").write_text(PROMPT)
     measured = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "8", "--json", str(tmp_path / "report.json")]
     assert main(["bench", "--heads", out, *measured, "--capture", "off"]) == 0
     capsys.readouterr()
-    assert main(["inspect", out]) == 0
-    assert "adapter" in capsys.readouterr().out
+    assert "adapter" in output_of(capsys, "inspect", out)
     recipe = [str(folder / "recipe.yaml"), f"backbone.adapter={folder}/given"]
     for command in (["plan", *recipe, "--no-calibration", "--memory", "4"], ["inspect", *recipe]):
         assert main(command) == 0
@@ -106,9 +103,8 @@ def test_prepared_data_are_its_own(folder: Path, tmp_path: Path, capsys: pytest.
     assert main(["train", recipe, given, *cached]) == 0
     capsys.readouterr()
     for other in ("null", f"{folder}/other"):
-        assert "backbone.adapter: found " in error_of(
-            capsys, "train", recipe, f"backbone.adapter={other}", cached[0], cached[1], f"save.dir={tmp_path}/none"
-        )
+        error = error_of(capsys, "train", recipe, f"backbone.adapter={other}", cached[0], cached[1], f"save.dir={tmp_path}/none")
+        assert "backbone.adapter: found " in error
     answers = [f"regenerate.out={tmp_path}/answers.jsonl", "regenerate.limit=2", "regenerate.max_new_tokens=16"]
     assert main(["regenerate", recipe, given, f"regenerate.heads={folder}/out", *answers]) == 0
     assert main(["regenerate", recipe, given, answers[0].replace("answers", "again"), *answers[1:]]) == 0

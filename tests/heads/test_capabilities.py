@@ -13,14 +13,11 @@ from families import VOCAB, backbone, left_padded, prompts, random_drafter, read
 from test_contract import CLOSE, each_drafter, made
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, Drafter, SpeculativeModel, TreeShape
 from headstart.heads.backbone.features import Anchors, at_all_positions
-from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.inference.contract import chain, part
 from headstart.inference.early_exit import EarlyExit
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 
@@ -152,8 +149,7 @@ def no_weight_has_a_number_before_it_is_set(kind: str, arguments: dict[str, Any]
 
 def test_init_from_that_forgets_a_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.heads.medusa.Medusa.init_from", lambda self, backbone: None)
-    with pytest.raises(UserError, match="init_from of drafter medusa leaves weight heads.0.0.linear.weight of Medusa"):
-        build_drafter("medusa", backbone("shallow"), {})
+    refuses("init_from of drafter medusa leaves weight heads.0.0.linear.weight of Medusa", build_drafter, "medusa", backbone("shallow"), {})
 
 
 def test_early_exit_declares_the_same() -> None:
@@ -162,20 +158,13 @@ def test_early_exit_declares_the_same() -> None:
     assert early.sequential and not early.reads_hidden and early.max_depth is None and early.uses_backbone_cache
     early.set_depth(7)
     assert early.depth == 7
-    with pytest.raises(UserError, match="drafts without training; train another method, such as eagle3 or medusa"):
-        early(read(on, texts(1, 5), early))
+    refuses("drafts without training; train another method, such as eagle3 or medusa", early, read(on, texts(1, 5), early))
 
 
 @each_drafter
 def test_what_it_declares_is_so(kind: str, arguments: dict[str, Any]) -> None:
     for check in (
-        sequential,
-        reads_hidden,
-        own_readout,
-        all_depths_at_once,
-        capturable,
-        anchors,
-        depth_drafted_is_not_depth_trained,
+        sequential, reads_hidden, own_readout, all_depths_at_once, capturable, anchors, depth_drafted_is_not_depth_trained,
         no_weight_has_a_number_before_it_is_set,
-    ):
+    ):  # fmt: skip
         check(kind, arguments)

@@ -15,11 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter
+from headstart import Backbone, Drafter, SpeculativeModel
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.heads.methods import build_drafter
-from headstart.inference.generate import SpeculativeModel
 
 D, FF, HC, KVC, DV = 32, 48, 32, 16, 23
 """Sizes of the tiny Llama: hidden, feed-forward, heads x head width, key heads x head width; and of a draft vocabulary."""
@@ -67,12 +65,8 @@ def test_medusa_is_the_directory_of_three_engines(tmp_path: Path) -> None:
     assert tensors_of(tmp_path / "medusa_lm_head.safetensors") == {name: (shape, "F32") for name, shape in expected.items()}
     config = json.loads((tmp_path / "config.json").read_text())
     assert {k: v for k, v in config.items() if k != "base_model_name_or_path"} == {
-        "medusa_num_heads": 3,
-        "medusa_num_layers": 2,
-        "medusa_fc_bias": True,
-        "hidden_size": D,
-        "vocab_size": VOCAB,
-    }
+        "medusa_num_heads": 3, "medusa_num_layers": 2, "medusa_fc_bias": True, "hidden_size": D, "vocab_size": VOCAB,
+    }  # fmt: skip
     assert "base_model_name_or_path" in config and "architectures" not in config
 
 

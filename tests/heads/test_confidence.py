@@ -19,10 +19,9 @@ from foreign import write
 from guess import batch, small_backbone
 from small_run import make_recipe, train_once
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart import Backbone, load, load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter
-from headstart.inference.generate import load
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.files import read_files
 from headstart.serving.reading import build, layout_of

@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter
+from headstart import Backbone, Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter
 from headstart.heads.own_readout import OwnReadoutDrafter

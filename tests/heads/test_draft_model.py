@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refuses
 from families import FAMILIES, LAYERS, VOCAB, backbone, build, left_padded, prompts, random_drafter, say, texts, tiny, unpadded
 from test_cache import audited
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, Drafter, SpeculativeModel, TreeShape
 from headstart.heads.backbone.features import Features, join_features
-from headstart.heads.base import Drafter
 from headstart.heads.draft_model import DraftModel, load_draft_model
 from headstart.heads.methods import build_drafter
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
@@ -181,8 +179,7 @@ def words(*changed: int) -> PreTrainedTokenizerFast:
 def test_sizes_may_differ_where_tokenizers_show_that_it_is_padding(size: int) -> None:
     on, rows = backbone("qwen3"), left_padded(prompts())
     small = tiny("llama", vocab_size=size)
-    with pytest.raises(UserError, match=f"vocabulary of {size} and backbone .* of {VOCAB}.*padded"):
-        DraftModel.of(on, small)
+    refuses(f"vocabulary of {size} and backbone .* of {VOCAB}.*padded", DraftModel.of, on, small)
     drafter = DraftModel.of(on, small, tokenizers=(words(), words()))
     for sample in (False, True):
         options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample, "seed": 1}
@@ -200,21 +197,18 @@ def test_a_draft_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
     assert load_draft_model(str(folder), on, tokenizer=words(5, 8)).small.name == str(folder)
     with pytest.raises(UserError, match=r"token 5 is 'other5' to draft model .*small and 'word5' to backbone .*\(2 tokens differ\)"):
         load_draft_model(str(folder), on, tokenizer=words())
-    with pytest.raises(UserError, match="draft model: no backbone at .*nowhere"):
-        load_draft_model(str(tmp_path / "nowhere"), on)
+    refuses("draft model: no backbone at .*nowhere", load_draft_model, str(tmp_path / "nowhere"), on)
 
 
 @pytest.mark.parametrize("layers", [0, -1, LAYERS + 1, "2", True])
 def test_early_exit_refuses_layers_that_are_not_there(layers: Any) -> None:
-    with pytest.raises(UserError, match=f"early exit.layers .*; got {layers!r}"):
-        EarlyExit(backbone("gpt2"), layers=layers)
+    refuses(f"early exit.layers .*; got {layers!r}", EarlyExit, backbone("gpt2"), layers=layers)
 
 
 def test_what_is_not_trained_is_neither_taught_nor_saved(tmp_path: Path) -> None:
     drafter = EarlyExit(backbone("llama"), layers=2)
     for wrong in (lambda: drafter(None), lambda: drafter.use_vocabulary(None), lambda: drafter.save_pretrained(tmp_path / "x")):
-        with pytest.raises(UserError, match="EarlyExit drafts"):
-            wrong()
+        refuses("EarlyExit drafts", wrong)
     assert not (tmp_path / "x").exists(), "nothing half-written"
     with pytest.raises(TypeError, match="abstract"):
         Drafter(backbone("llama"))  # type: ignore[abstract]
@@ -223,33 +217,23 @@ def test_what_is_not_trained_is_neither_taught_nor_saved(tmp_path: Path) -> None
 def test_what_does_not_work_is_refused() -> None:
     on, wrapped = backbone("llama"), tiny("llama")
     wrapped.base_model.forward = wrapped.base_model.forward  # bound to the whole model, as libraries that place layers on devices do
-    with pytest.raises(UserError, match="LlamaForCausalLM does not run with its first 2 layers alone"):
-        EarlyExit(Backbone(wrapped), layers=2)
+    refuses("LlamaForCausalLM does not run with its first 2 layers alone", EarlyExit, Backbone(wrapped), layers=2)
     for make in (lambda: DraftModel.of(on, near("llama"), depth=0), lambda: EarlyExit(on, layers=2, depth=0)):
-        with pytest.raises(UserError, match="depth is a whole number of at least 1; got 0"):
-            make()
+        refuses("depth is a whole number of at least 1; got 0", make)
     elsewhere = copy.copy(backbone("gpt2"))
     elsewhere.embed = torch.nn.Embedding(VOCAB, 2, device="meta")
-    with pytest.raises(UserError, match="is on meta and backbone .* on cpu; move one"):
-        DraftModel.of(on, elsewhere)
+    refuses("is on meta and backbone .* on cpu; move one", DraftModel.of, on, elsewhere)
     hybrid: Any = copy.copy(on)
     hybrid.recurrent = "layers"
-    with pytest.raises(UserError, match="draft model .* has recurrent layers"):
-        DraftModel.of(on, hybrid)
-    with pytest.raises(UserError, match="has recurrent layers.*without early exit"):
-        EarlyExit(hybrid, layers=2)
+    refuses("draft model .* has recurrent layers", DraftModel.of, on, hybrid)
+    refuses("has recurrent layers.*without early exit", EarlyExit, hybrid, layers=2)
 
 
 def test_layers_may_lie_deeper_in_the_model() -> None:
     model = build("OPT", {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "word_embed_proj_dim": 32})
     on, row = Backbone(model), left_padded(prompts((9,)))
-    out = say(
-        SpeculativeModel(on, proposers=[EarlyExit(on, layers=4)]),
-        row,
-        tree=TreeShape(5, 1),
-        max_new_tokens=21,
-        return_dict_in_generate=True,
-    )
+    heads = SpeculativeModel(on, proposers=[EarlyExit(on, layers=4)])
+    out = say(heads, row, tree=TreeShape(5, 1), max_new_tokens=21, return_dict_in_generate=True)
     assert out.tau == 5 and len(on.layers) == 4
 
 

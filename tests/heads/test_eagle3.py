@@ -15,8 +15,7 @@ from shrink import model_of, published, shrink
 from test_contract import CLOSE
 from transformers import AutoConfig, LlamaConfig
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart import Backbone, Features
 from headstart.heads.eagle import BIAS, Eagle
 from headstart.heads.eagle3 import Eagle3, _taps
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE

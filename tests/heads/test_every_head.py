@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of, refusal
+from errors import error_of, refusal, refuses
 from families import VOCAB, backbone, every_head, following, random_drafter, read, texts, tiny
 from safetensors.torch import load_file
 from small_run import Forked, make_recipe, read_log, train_once
 
+from headstart import Backbone, Drafter
 from headstart.cli.main import main as headstart
 from headstart.cli.train import main
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, find_drafter, methods
 from headstart.heads.warm_start import WarmStart, read_warm_start
 from headstart.inference.contract import chain
@@ -154,8 +153,7 @@ def test_what_dflash2_adds_to_dflash_is_new(tmp_path: Path, correction: str) -> 
     for logits, same in zip(one, other, strict=True):
         torch.testing.assert_close(logits, same, atol=1e-5, rtol=1e-5)
     for change in ({"correction": "markov"}, {"correction": "none", "convolution": False, "causal": False}):
-        with pytest.raises(UserError, match=r"markov_head|drafter.causal true"):
-            started("block", tmp_path, **{"depth": 3, "layers": 2, "causal": True} | change)
+        refuses(r"markov_head|drafter.causal true", started, "block", tmp_path, **{"depth": 3, "layers": 2, "causal": True} | change)
     saved("block", tmp_path / "second", depth=3, layers=2, correction="selector")
     with pytest.raises(UserError, match=r"tensor candidate_selector\.predecessor_codebook is \[61, 256\] there and missing here"):
         started("block", tmp_path / "second", depth=3, layers=2, correction="none")
@@ -190,18 +188,15 @@ def test_heads_of_a_fine_tuned_backbone(tmp_path: Path) -> None:
     assert not start.same_backbone and "trained on a backbone with other weights" in start.apply(drafter)
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        ("medusa", {"depth": 3}, "heads.2.0.linear.weight is missing there and [32, 32] here, where drafter.depth is 2 there and 3 here"),
-        ("medusa", {"depth": 1}, "tensor heads.1.0.linear.weight is [32, 32] there and missing here, where drafter.depth is 2 there"),
-        ("medusa", {"depth": 2, "layers": 2}, "where drafter.layers is 1 there and 2 here; give the drafter the same arguments"),
-        ("eagle3", {"intermediate_size": 40}, "tensor midlayer.mlp.gate_proj.weight is [48, 32] there and [40, 32] here"),
-        ("eagle3", {"norm_before_residual": True}, "norm_before_residual false, this drafter true: set drafter.norm_before_residual=false"),
-        ("eagle3", {"layer": {"rms_norm_eps": 0.1}}, "computes with drafter.layer null, this drafter {"),
-        ("eagle3", {"taps": (1, 3, 5)}, "reads the taps [2, 3, 4], this drafter [1, 3, 5]: set drafter.taps=[2, 3, 4]"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "arguments", "message"), [
+    ("medusa", {"depth": 3}, "heads.2.0.linear.weight is missing there and [32, 32] here, where drafter.depth is 2 there and 3 here"),
+    ("medusa", {"depth": 1}, "tensor heads.1.0.linear.weight is [32, 32] there and missing here, where drafter.depth is 2 there"),
+    ("medusa", {"depth": 2, "layers": 2}, "where drafter.layers is 1 there and 2 here; give the drafter the same arguments"),
+    ("eagle3", {"intermediate_size": 40}, "tensor midlayer.mlp.gate_proj.weight is [48, 32] there and [40, 32] here"),
+    ("eagle3", {"norm_before_residual": True}, "norm_before_residual false, this drafter true: set drafter.norm_before_residual=false"),
+    ("eagle3", {"layer": {"rms_norm_eps": 0.1}}, "computes with drafter.layer null, this drafter {"),
+    ("eagle3", {"taps": (1, 3, 5)}, "reads the taps [2, 3, 4], this drafter [1, 3, 5]: set drafter.taps=[2, 3, 4]"),
+])  # fmt: skip
 def test_other_shapes_are_refused(tmp_path: Path, kind: str, arguments: dict[str, Any], message: str) -> None:
     saved(kind, tmp_path, **({"depth": 2} if kind == "medusa" else {"taps": (2, 3, 4)}))
     assert message in refusal(started, kind, tmp_path, **({"taps": (2, 3, 4)} if kind == "eagle3" else {}) | arguments)
@@ -215,13 +210,10 @@ def test_other_heads_are_refused(tmp_path: Path) -> None:
         (tmp_path, "medusa", backbone("qwen3"), "model_type llama"),
         (tmp_path / "none", "medusa", on, "no heads at"),
     ):
-        with pytest.raises(UserError, match="^drafter.init: .*") as error:
-            read_warm_start(str(path), kind, backbone_)
-        assert message in str(error.value)
+        assert message in refuses("^drafter.init: .*", read_warm_start, str(path), kind, backbone_)
     weights = tmp_path / "medusa_lm_head.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(UserError, match="^drafter.init: .* is truncated or changed"):
-        read_warm_start(str(tmp_path), "medusa", on)
+    refuses("^drafter.init: .* is truncated or changed", read_warm_start, str(tmp_path), "medusa", on)
 
 
 def test_a_run_goes_on_from_trained_heads(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,9 +235,8 @@ def test_a_run_goes_on_from_trained_heads(trained: Path, tmp_path: Path, capsys:
     expected = json.loads((trained / "out" / "headstart.json").read_text())["weights"]
     assert provenance["init"] == {"path": str(source), "weights": expected, "same_backbone": True}
     assert [line["init"] for line in noted if "init" in line] == [provenance["init"]]
-    assert "error: drafter.init: no heads at" in error_of(
-        capsys, "train", trained / "recipe.yaml", f"drafter.init={source}", f"save.dir={tmp_path}/new"
-    )
+    said = error_of(capsys, "train", trained / "recipe.yaml", f"drafter.init={source}", f"save.dir={tmp_path}/new")
+    assert "error: drafter.init: no heads at" in said
     assert headstart(["inspect", str(tmp_path / "out")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"from {source}" in shown and "30 of 256 tokens, 100.0% of the label tokens (held out 100.0%)" in shown
@@ -265,13 +256,10 @@ def test_one_of_several_heads_starts_from_trained_ones(trained: Path, tmp_path: 
     assert provenances[0]["draft_vocabulary"]["size"] == 40 and provenances[1]["draft_vocabulary"] is None
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("drafter.init=''", "drafter.init is text that is not empty, or null"),
-        ("drafter.draft_vocab_size=300", "at most the backbone's vocabulary of 256; got 300"),
-        ("drafter={kind: tests.helpers.block_head, draft_vocab_size: 9}", "drafts the backbone's whole vocabulary; leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ("drafter.init=''", "drafter.init is text that is not empty, or null"),
+    ("drafter.draft_vocab_size=300", "at most the backbone's vocabulary of 256; got 300"),
+    ("drafter={kind: tests.helpers.block_head, draft_vocab_size: 9}", "drafts the backbone's whole vocabulary; leave it out"),
+])  # fmt: skip
 def test_bad_input(trained: Path, tmp_path: Path, change: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in error_of(capsys, "train", trained / "recipe.yaml", change, f"save.dir={tmp_path}/out")

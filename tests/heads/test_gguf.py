@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from errors import refusal, refuses
 from gguf_models import chat_model, stored_as, write_gguf
 from gguf_vocabularies import of_bytes, of_pieces, write_vocabulary
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
@@ -68,13 +69,10 @@ def test_an_answer_may_end_otherwise_than_a_text(made: Made, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3", "qwen2"])
-@pytest.mark.parametrize(
-    ("named", "ends", "padding"),
-    [
-        ({}, (), None), ({"eot_token_id": 7}, (7,), None), ({"eos_token_id": 5, "padding_token_id": 0, "eom_token_id": 9}, (5, 9), 0),
-        ({"eos_token_id": 99_999, "padding_token_id": 99_999}, (), None), ({"model": "llama"}, (2,), None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("named", "ends", "padding"), [
+    ({}, (), None), ({"eot_token_id": 7}, (7,), None), ({"eos_token_id": 5, "padding_token_id": 0, "eom_token_id": 9}, (5, 9), 0),
+    ({"eos_token_id": 99_999, "padding_token_id": 99_999}, (), None), ({"model": "llama"}, (2,), None),
+])  # fmt: skip
 def test_no_special_token_is_made_up(
     architecture: str, named: dict[str, Any], ends: tuple[int, ...], padding: int | None, tmp_path: Path
 ) -> None:
@@ -150,40 +148,30 @@ def test_scaled_rotary_frequencies_are_read(tmp_path: Path, scaling: dict[str, A
 
 def refused(path: Path | str, **options: Any) -> str:
     """The error message, which must be one line."""
-    messages = []
-    for load in (load_backbone, load_config, load_tokenizer):
-        with pytest.raises(UserError) as caught:
-            load(str(path), **(options if load is load_backbone else {}))
-        messages.append(str(caught.value))
-    assert len({*messages}) == 1 and "\n" not in messages[0]
-    return messages[0]
+    (message,) = {refusal(load_backbone, str(path), **options), *(refusal(load, str(path)) for load in (load_config, load_tokenizer))}
+    return message
 
 
 def test_scaling_that_transformers_cannot_have_from_gguf(made: Made, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "long.gguf", *made, llama__rope__scaling__type="longrope")
-    with pytest.raises(UserError, match=r"rotary frequencies are scaled by longrope\); give its folder of safetensors or its hub id"):
-        load_backbone(str(file))
+    refuses(r"rotary frequencies are scaled by longrope\); give its folder of safetensors or its hub id", load_backbone, str(file))
 
 
 def test_an_architecture_that_transformers_does_not_read(made: Made, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "odd.gguf", *made)
     data = file.read_bytes()
     file.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0zebra", 1))
-    with pytest.raises(UserError, match=r"cannot read this 'zebra' model from GGUF \(.*; give its folder of safetensors or its"):
-        load_config(str(file))
+    refuses(r"cannot read this 'zebra' model from GGUF \(.*; give its folder of safetensors or its", load_config, str(file))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda data: data[:-5000], r"is cut short: it has [\d,]+ bytes of the [\d,]+ that its header states; fetch it again"),
-        (lambda data: data[:3000], "its header is cut short or damaged"),
-        (lambda data: b"", "0 bytes are no GGUF file"),
-        (lambda data: b"<html>not found</html>    ", "it begins with b'<htm', not with b'GGUF'"),
-        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "big-endian"),
-        (lambda data: data[:8] + b"\xff" * 16 + data[24:], "its header"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda data: data[:-5000], r"is cut short: it has [\d,]+ bytes of the [\d,]+ that its header states; fetch it again"),
+    (lambda data: data[:3000], "its header is cut short or damaged"),
+    (lambda data: b"", "0 bytes are no GGUF file"),
+    (lambda data: b"<html>not found</html>    ", "it begins with b'<htm', not with b'GGUF'"),
+    (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "big-endian"),
+    (lambda data: data[:8] + b"\xff" * 16 + data[24:], "its header"),
+])  # fmt: skip
 def test_a_damaged_file_is_one_line(files: dict[str, Path], tmp_path: Path, damage: Any, message: str) -> None:
     file = tmp_path / "damaged.gguf"
     file.write_bytes(damage(files["Q8_0"].read_bytes()))
@@ -229,9 +217,7 @@ def test_integers_are_for_safetensors(files: dict[str, Path], dtype: Any) -> Non
         load_backbone(str(files["F16"]), dtype=dtype)
 
 
-def test_only_the_first_of_several_processes_speaks(
-    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_the_first_of_several_processes_speaks(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setenv("RANK", "1")
     load_backbone(str(files["F16"]), device="cpu")
     assert not caplog.messages

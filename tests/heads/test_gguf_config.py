@@ -53,37 +53,34 @@ BARE = {"attention.head_count_kv": None}
 """No key but those that llama.cpp needs: the others have its defaults, all of the head is rotated, by 10,000, and nothing has a window."""
 
 
-@pytest.mark.parametrize(
-    ("architecture", "stated", "expected"),
-    [
-        ("starcoder2", NORM | BASE, {"rope_theta": 1e6, "norm_epsilon": 1e-5}),
-        ("phi3", RMS | {"attention.sliding_window": 2047}, {"sliding_window": 2047}),
-        ("phi3", RMS | {"rope.dimension_count": 12}, {"partial_rotary_factor": 0.75}),
-        ("stablelm", NORM | {"rope.dimension_count": 8}, {"partial_rotary_factor": 0.5}),
-        ("nemotron", {"attention.layer_norm_epsilon": 2e-5}, {"norm_eps": 2e-5}),
-        ("qwen3", RMS | WIDE | BASE, {"head_dim": 32}),
-        ("llama", RMS | WIDE | {"rope.dimension_count": 32}, {"head_dim": 32, "attention_bias": False}),
-        ("gemma2", RMS | WIDE | {"final_logit_softcapping": 20.0}, {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 32}),
-        ("gemma2", RMS | WIDE | {"block_count": 46, "attention.head_count": 2}, {"query_pre_attn_scalar": 32}),
-        ("gemma3", RMS | WIDE | BASE | {"block_count": 62, "attention.head_count": 8}, {"query_pre_attn_scalar": 8}),
-        ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_feed_forward_length": 24}, {"moe_intermediate_size": 24, "num_experts": 8}),
-        ("gpt2", NORM | {"attention.head_count_kv": 4}, {"max_position_embeddings": 4096}),
-        ("mistral", RMS | BASE, {"sliding_window": False}),
-        ("mistral", RMS | BASE | {"attention.sliding_window": 0}, {"sliding_window": False}),
-        ("gemma2", RMS | WIDE | {"attention.sliding_window": 0}, {"sliding_window": 4096}),
-        ("qwen3moe", RMS | WIDE | USED | {"expert_count": 8, "expert_weights_norm": False}, {"norm_topk_prob": False}),
-        ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_weights_norm": True, "expert_gating_func": 1}, {"norm_topk_prob": True}),
-        ("llama", RMS | {"rope.scaling.factor": 4.0}, {"factor": 4.0}),
-        ("qwen2", RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, {"original_max_position_embeddings": 4096}),
-        ("stablelm", NORM | BARE, {"partial_rotary_factor": 1, "num_key_value_heads": 4}),
-        ("nemotron", NORM | BARE, {"partial_rotary_factor": 1, "num_key_value_heads": 4, "head_dim": 16}),
-        ("qwen3", RMS | BARE, {"head_dim": 16, "num_key_value_heads": 4}),
-        ("gemma4", RMS | WIDE | {"attention.sliding_window": 512, "attention.sliding_window_pattern": [True, False]},
-         {"final_logit_softcapping": 30}),
-        ("minimax-m2", RMS | BARE | USED | {"expert_gating_func": 2, "rope.dimension_count": 8},
-         {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("architecture", "stated", "expected"), [
+    ("starcoder2", NORM | BASE, {"rope_theta": 1e6, "norm_epsilon": 1e-5}),
+    ("phi3", RMS | {"attention.sliding_window": 2047}, {"sliding_window": 2047}),
+    ("phi3", RMS | {"rope.dimension_count": 12}, {"partial_rotary_factor": 0.75}),
+    ("stablelm", NORM | {"rope.dimension_count": 8}, {"partial_rotary_factor": 0.5}),
+    ("nemotron", {"attention.layer_norm_epsilon": 2e-5}, {"norm_eps": 2e-5}),
+    ("qwen3", RMS | WIDE | BASE, {"head_dim": 32}),
+    ("llama", RMS | WIDE | {"rope.dimension_count": 32}, {"head_dim": 32, "attention_bias": False}),
+    ("gemma2", RMS | WIDE | {"final_logit_softcapping": 20.0}, {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 32}),
+    ("gemma2", RMS | WIDE | {"block_count": 46, "attention.head_count": 2}, {"query_pre_attn_scalar": 32}),
+    ("gemma3", RMS | WIDE | BASE | {"block_count": 62, "attention.head_count": 8}, {"query_pre_attn_scalar": 8}),
+    ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_feed_forward_length": 24}, {"moe_intermediate_size": 24, "num_experts": 8}),
+    ("gpt2", NORM | {"attention.head_count_kv": 4}, {"max_position_embeddings": 4096}),
+    ("mistral", RMS | BASE, {"sliding_window": False}),
+    ("mistral", RMS | BASE | {"attention.sliding_window": 0}, {"sliding_window": False}),
+    ("gemma2", RMS | WIDE | {"attention.sliding_window": 0}, {"sliding_window": 4096}),
+    ("qwen3moe", RMS | WIDE | USED | {"expert_count": 8, "expert_weights_norm": False}, {"norm_topk_prob": False}),
+    ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_weights_norm": True, "expert_gating_func": 1}, {"norm_topk_prob": True}),
+    ("llama", RMS | {"rope.scaling.factor": 4.0}, {"factor": 4.0}),
+    ("qwen2", RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, {"original_max_position_embeddings": 4096}),
+    ("stablelm", NORM | BARE, {"partial_rotary_factor": 1, "num_key_value_heads": 4}),
+    ("nemotron", NORM | BARE, {"partial_rotary_factor": 1, "num_key_value_heads": 4, "head_dim": 16}),
+    ("qwen3", RMS | BARE, {"head_dim": 16, "num_key_value_heads": 4}),
+    ("gemma4", RMS | WIDE | {"attention.sliding_window": 512, "attention.sliding_window_pattern": [True, False]},
+     {"final_logit_softcapping": 30}),
+    ("minimax-m2", RMS | BARE | USED | {"expert_gating_func": 2, "rope.dimension_count": 8},
+     {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+])  # fmt: skip
 def test_what_transformers_leaves_out(
     architecture: str, stated: dict[str, Any], expected: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,17 +89,12 @@ def test_what_transformers_leaves_out(
     assert found == pytest.approx(expected) and not said_by(caplog)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "stated", "lacking"),
-    [
-        ("llama", {"attention.head_count": None}, "llama.attention.head_count, llama.attention.layer_norm_rms_epsilon"),
-        ("stablelm", {}, "stablelm.attention.layer_norm_epsilon"), ("qwen3moe", RMS, "qwen3moe.expert_used_count"),
-        ("minimax-m2", RMS | USED, "minimax-m2.expert_gating_func"),
-    ],
-)  # fmt: skip
-def test_a_key_without_a_default_is_one_line(
-    architecture: str, stated: dict[str, Any], lacking: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("architecture", "stated", "lacking"), [
+    ("llama", {"attention.head_count": None}, "llama.attention.head_count, llama.attention.layer_norm_rms_epsilon"),
+    ("stablelm", {}, "stablelm.attention.layer_norm_epsilon"), ("qwen3moe", RMS, "qwen3moe.expert_used_count"),
+    ("minimax-m2", RMS | USED, "minimax-m2.expert_gating_func"),
+])  # fmt: skip
+def test_a_key_without_a_default_is_one_line(architecture: str, stated: dict[str, Any], lacking: str, tmp_path: Path, caplog: Any) -> None:
     config_of(tmp_path, architecture, stated)
     (line,) = said_by(caplog)
     assert line.startswith(f"small.gguf lacks {lacking}, for which GGUF has no default: ")
@@ -180,24 +172,18 @@ def test_windows_of_some_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "states gemma3.attention.sliding_window_pattern = 3, which is not read" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("architecture", "stated", "said"),
-    [
-        ("llama", RMS | {"attention.sliding_window": 512, "router": 0.25},
-         "llama.attention.sliding_window = 512, llama.router = 0.25"),
-        ("qwen2", RMS | {"attention.sliding_window": 512}, "qwen2.attention.sliding_window = 512"),
-        ("llama", RMS | {"rope.dimension_count": 8, "attention.key_length": 16}, "llama.rope.dimension_count = 8"),
-        ("llama", RMS | {"attention.causal": False}, "llama.attention.causal = False"),
-        ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_gating_func": 2}, "qwen2moe.expert_gating_func = 2"),
-        ("minimax-m2", RMS | USED | {"expert_gating_func": 1}, "minimax-m2.expert_gating_func = 1"),
-        ("gpt2", NORM | {"attention.head_count_kv": [2, 2]}, "gpt2.attention.head_count_kv = [2, 2]"),
-        ("qwen2", RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024,
-                         "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.attn_factor": 0.5}, "qwen2.rope.scaling.attn_factor = 0.5"),
-    ],
-)  # fmt: skip
-def test_what_nothing_accounts_for_is_one_line(
-    architecture: str, stated: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("architecture", "stated", "said"), [
+    ("llama", RMS | {"attention.sliding_window": 512, "router": 0.25}, "llama.attention.sliding_window = 512, llama.router = 0.25"),
+    ("qwen2", RMS | {"attention.sliding_window": 512}, "qwen2.attention.sliding_window = 512"),
+    ("llama", RMS | {"rope.dimension_count": 8, "attention.key_length": 16}, "llama.rope.dimension_count = 8"),
+    ("llama", RMS | {"attention.causal": False}, "llama.attention.causal = False"),
+    ("qwen2moe", RMS | USED | {"expert_count": 8, "expert_gating_func": 2}, "qwen2moe.expert_gating_func = 2"),
+    ("minimax-m2", RMS | USED | {"expert_gating_func": 1}, "minimax-m2.expert_gating_func = 1"),
+    ("gpt2", NORM | {"attention.head_count_kv": [2, 2]}, "gpt2.attention.head_count_kv = [2, 2]"),
+    ("qwen2", RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024,
+                     "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.attn_factor": 0.5}, "qwen2.rope.scaling.attn_factor = 0.5"),
+])  # fmt: skip
+def test_what_nothing_accounts_for_is_one_line(architecture: str, stated: dict[str, Any], said: str, tmp_path: Path, caplog: Any) -> None:
     config = config_of(tmp_path, architecture, stated)
     assert said_by(caplog) == [f"small.gguf states {said}, which is not read: the model may compute otherwise"]
     if "rope.scaling.type" in stated:
@@ -248,17 +234,11 @@ PARTS = "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_
 
 
 @pytest.mark.parametrize("architecture", ["minimax-m2", "qwen3moe"])
-def test_only_what_nothing_takes_of_a_mixture_of_experts_is_named(
-    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_what_nothing_takes_of_a_mixture_of_experts_is_named(architecture: str, tmp_path: Path, caplog: Any) -> None:
     """All of MiniMax-M2 is read; a Qwen3 has no bias for its choice of experts."""
     biases = ["blk.0.exp_probs_b.bias", "blk.1.exp_probs_b.bias"]
-    tensors = [
-        "output.weight",
-        "output_norm.weight",
-        *(f"blk.{layer}.{part}.weight" for layer in (0, 1) for part in PARTS.split()),
-        *biases,
-    ]
+    layers = [f"blk.{layer}.{part}.weight" for layer in (0, 1) for part in PARTS.split()]
+    tensors = ["output.weight", "output_norm.weight", *layers, *biases]
     model = empty_model(config_of(tmp_path, architecture, CONVERTED[architecture], tuple(tensors)), "small.gguf")
     header = read_header(tmp_path / "small.gguf")
     large = GgufHeader(header.metadata, {name: replace(raw, elements=10**6) for name, raw in header.tensors.items()}, header.end)

@@ -15,12 +15,11 @@ from test_tree import random_tree
 from torch import Tensor
 from transformers import DynamicCache
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel
 from headstart.heads.backbone.recurrent import Added, Nodes, States, convolution_places, delta_rule
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree, TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 

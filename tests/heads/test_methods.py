@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from errors import refuses
 from families import DRAFTERS, LAYERS, VOCAB, backbone, random_drafter, read, texts
@@ -14,7 +13,6 @@ from test_contract import CLOSE
 from headstart.heads.hydra import Hydra
 from headstart.heads.methods import build_drafter, find_drafter
 from headstart.inference.contract import chain, part
-from headstart.support.errors import UserError
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"taps": []}, "taps"),
@@ -139,8 +137,7 @@ def test_a_window_bounds_the_prefix_layer_alone() -> None:
             torch.testing.assert_close(one, two, **CLOSE)
     drafter.limit(None)
     assert not torch.allclose(chain(drafter, drafter.begin(features), tokens)[0], whole[0])
-    with pytest.raises(UserError, match="Hydra has no KV cache of its own"):
-        random_drafter("hydra", on, **PLAIN).limit(8)
+    refuses("Hydra has no KV cache of its own", random_drafter("hydra", on, **PLAIN).limit, 8)
 
 
 def test_hydra_plus_plus_is_the_default() -> None:

@@ -24,19 +24,12 @@ from headstart.heads.methods import build_drafter
 from headstart.heads.mtp import Mtp
 from headstart.inference.contract import chain, part
 from headstart.serving.layouts.mtp import INDEX, NEW_FILE, write_back
-from headstart.support.errors import UserError
 
 GATED = SIZES | {
-    "head_dim": 16,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "head_dim": 16, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "max_position_embeddings": 256,
-}
+}  # fmt: skip
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("Llama", SIZES | {"max_position_embeddings": 256}),
     "mimo": ("Qwen2", SIZES | {"max_position_embeddings": 256}),
@@ -190,5 +183,4 @@ def test_what_is_not_there_is_named_in_a_line(tmp_path: Path) -> None:
     refused(several, "drafter.layout", layout="deepsek")
     refused(several, "drafter.shared", shared=1)
     (tmp_path / "several" / "note").write_text("kept")
-    with pytest.raises(UserError, match="several exists and is not an empty folder; give a new one"):
-        write_back(made(several), tmp_path / "several")
+    refuses("several exists and is not an empty folder; give a new one", write_back, made(several), tmp_path / "several")

@@ -10,18 +10,18 @@ from typing import Any, cast
 import pytest
 import torch
 from accelerate import Accelerator
+from errors import refuses
 from families import DRAFTERS, left_padded, prompts, random_drafter, say, tiny
 from gguf_models import chat_model, stored_as, write_gguf
 from test_architecture import FOLDERS, sources
 from torch import nn
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart import Backbone, SpeculativeModel, load_backbone
 from headstart.heads.backbone.fingerprint import bits_of, fingerprint, match
 from headstart.heads.card import METADATA
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.layers.start_values import probe
 from headstart.heads.warm_start import read_warm_start
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.devices import spread
 from headstart.support.errors import UserError
 from headstart.training.data.data import LabelCounts
@@ -104,8 +104,7 @@ def test_another_model_is_refused(heads: dict[str, Path], tmp_path: Path) -> Non
     file = write_gguf(tmp_path / "other.gguf", other, tokenizer, "Q4_1")
     for on in (Backbone(other), load_backbone(str(file), dtype="fp32", device="cpu")):
         for trained in heads.values():
-            with pytest.raises(UserError, match="of that shape with other weights"):
-                load_drafter(trained, on)
+            refuses("of that shape with other weights", load_drafter, trained, on)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -182,8 +181,7 @@ def test_it_is_another_model_to_tune_and_the_same_to_heads(folder: Path, quantiz
 
 def test_without_the_library_a_line_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optimum", None)
-    with pytest.raises(UserError, match=r"int8 needs optimum-quanto: pip install 'headstart\[quantized\]', or take auto"):
-        load_backbone(str(folder), dtype="int8")
+    refuses(r"int8 needs optimum-quanto: pip install 'headstart\[quantized\]', or take auto", load_backbone, str(folder), dtype="int8")
 
 
 # Quantities of whole models and runs do not pass through fp32, which counts no further than 2^24: embeddings, vocabularies, tokens.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import output_of, refuses
 from families import backbone, random_drafter, read, texts
 from small_run import make_recipe, train_once
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, find_drafter, methods
 from headstart.heads.own_readout import SHORTLIST, OwnReadoutDrafter, Shortlist, find_subspace
-from headstart.support.errors import UserError
 
 KINDS = [kind for kind in methods() if issubclass(find_drafter(kind), OwnReadoutDrafter)]
 
@@ -78,16 +78,12 @@ def test_texts_without_labels_give_none() -> None:
     assert not drafter.shortlists and list(np.load(io.BytesIO(drafter.engine_files()[SHORTLIST])).files) == []
 
 
-@pytest.mark.parametrize(
-    "given,said",
-    [
-        ({"rank": 10_000}, r"drafter.shortlist.rank is at most \d+, the width of the backbone; got 10000: lower it"),
-        ({"rank": 4, "candidates": 10_000}, r"drafter.shortlist.candidates is at most \d+, the draft vocabulary; got 10000: lower it"),
-    ],
-)
+@pytest.mark.parametrize("given,said", [
+    ({"rank": 10_000}, r"drafter.shortlist.rank is at most \d+, the width of the backbone; got 10000: lower it"),
+    ({"rank": 4, "candidates": 10_000}, r"drafter.shortlist.candidates is at most \d+, the draft vocabulary; got 10000: lower it"),
+])  # fmt: skip
 def test_sizes_that_do_not_fit(given: dict[str, int], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        build_drafter("medusa", backbone("llama"), {"shortlist": given})
+    refuses(said, build_drafter, "medusa", backbone("llama"), {"shortlist": given})
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +112,7 @@ def test_a_run_ends_with_a_shortlist(trained: Path, tmp_path: Path, capsys: pyte
     texts_of = []
     for more in ([], ["--no-draft"], ["--temperature", "1", "--seed", "3"], ["--temperature", "1", "--seed", "3", "--no-draft"]):
         capsys.readouterr()
-        assert main([*command, *more]) == 0
-        texts_of.append(capsys.readouterr().out)
+        texts_of.append(output_of(capsys, *command, *more))
     assert texts_of[0] == texts_of[1] != texts_of[2] == texts_of[3]
 
 
@@ -128,10 +123,7 @@ def test_a_damaged_file_is_one_line(trained: Path, tmp_path: Path) -> None:
     try:
         for damaged in (whole[:100], b"", other.getvalue()):
             (out / SHORTLIST).write_bytes(damaged)
-            with pytest.raises(
-                UserError, match=f"{SHORTLIST} is damaged: it does not hold a subspace of rank 8 .* delete it, or train again"
-            ):
-                load_drafter(out, on)
+            refuses(f"{SHORTLIST} is damaged: it does not hold a subspace of rank 8 .* delete it, or train again", load_drafter, out, on)
         (out / SHORTLIST).unlink()
         exact = load_drafter(out, on)
         assert isinstance(exact, OwnReadoutDrafter) and not exact.shortlists, "without the file all logits are exact"

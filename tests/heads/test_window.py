@@ -16,9 +16,8 @@ from test_contract import CLOSE
 from torch import Tensor
 from transformers import LlamaConfig
 
+from headstart import Features, SpeculativeModel, TreeShape, load_backbone
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.layers import draft_cache as node_slots
 from headstart.heads.layers.cached_layers import CachedLayer
@@ -26,8 +25,6 @@ from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
 from headstart.heads.layers.draft_cache import DraftCache, NodeSlots, past_mask
 from headstart.heads.layers.rows import STEP
 from headstart.inference.contract import chain, part, ragged
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 
 LIMITS = [(8, 4), (3, 1), (5, 0), (1, 2)]
 each_limit = pytest.mark.parametrize("window,sink", LIMITS)

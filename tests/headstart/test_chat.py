@@ -9,14 +9,13 @@ from unittest.mock import Mock
 
 import pytest
 from chat_templates import VICUNA, talker
-from errors import error_of
+from errors import error_of, refuses
 
 from headstart.cli import conversation as module
 from headstart.cli.conversation import BURST, Chat, Painter
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.measure import Settings, continue_text
-from headstart.support.errors import UserError
 from headstart.support.text import visible
 
 
@@ -65,11 +64,8 @@ def test_a_conversation_from_a_pipe(say, tmp_path):
     assert status == 0 and out == "".join(f"{text}\n" for text in expected)
     assert err.count("tokens/s") == 3 and err.count("tau ") == 3 and "a new conversation" in err and "unknown command /brew; /reset" in err
     report = json.loads(file.read_text())
-    assert [(one["question"], one["answer"], one["conversation"]) for one in report["answers"]] == [
-        ("What is two?", expected[0], 0),
-        ("And three?", expected[1], 0),
-        ("six", expected[2], 1),
-    ]
+    asked = [("What is two?", expected[0], 0), ("And three?", expected[1], 0), ("six", expected[2], 1)]
+    assert [(one["question"], one["answer"], one["conversation"]) for one in report["answers"]] == asked
     assert report["seed"] is None and all(one["tau"] >= 1 and one["tokens"] == 9 for one in report["answers"])
 
 
@@ -111,8 +107,7 @@ def test_a_full_context_is_reported_and_does_not_end_the_chat(say):
     painter = Painter(prompter.tokenizer, io.StringIO(), False)
     prompt_length = len(prompter.converse([{"role": "user", "content": "two"}]))
     assert talk.ask("two", painter).tokens == 96 - prompt_length  # the remaining context
-    with pytest.raises(UserError, match="/reset"):
-        talk.ask("more", painter)
+    refuses("/reset", talk.ask, "more", painter)
     assert len(talk.messages) == 2
 
 

@@ -11,18 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from chat_templates import CHATML, make_chat_model
-from errors import error_of
+from errors import error_of, output_of, report_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
+from headstart import TreeShape, load, load_backbone, load_tokenizer
 from headstart.chat.prompts import Prompter, read_prompts
 from headstart.cli.generate import add_generate
 from headstart.cli.loading import drafting_heads, heads_of
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import load
 from headstart.inference.measure import Settings, continue_text, measure_tau
 
 ROOT = Path(__file__).parents[2]
@@ -75,14 +73,8 @@ def test_bench(house, tmp_path, capsys):
         assert (row["nodes"], row["width"], row["depth"]) == ((9, 3, 3) if row["temperature"] else (12, 4, 3))
         assert min(row["draft_ms"], row["verify_ms"], row["host_ms"]) > 0
     backbone, tokenizer = load_backbone("backbone"), load_tokenizer("backbone")
-    measured = measure_tau(
-        load("medusa", backbone),
-        [prompt.ids_T for prompt in read_prompts("prompts.jsonl", Prompter(tokenizer))],
-        max_new_tokens=12,
-        temperature=1.0,
-        seed=5,
-        tree=TreeShape(9, 3),
-    )
+    asked = [prompt.ids_T for prompt in read_prompts("prompts.jsonl", Prompter(tokenizer))]
+    measured = measure_tau(load("medusa", backbone), asked, max_new_tokens=12, temperature=1.0, seed=5, tree=TreeShape(9, 3))
     last = report["results"][-1]
     assert {key: last[key] for key in measured} == measured  # computed from the same sums, so equal to the last bit
     assert "x transformers" in printed.out and "medusa" in printed.out
@@ -109,14 +101,12 @@ def test_bench_with_everything(house, tmp_path, capsys):
 
 
 def test_generate_streams_what_heads_write(house, tmp_path, capsys):
-    file = tmp_path / "answer.json"
-    assert main(["generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "16", "--json", str(file)]) == 0
-    printed, report = capsys.readouterr(), json.loads(file.read_text())
+    report = report_of(tmp_path, "generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "16")
+    printed = capsys.readouterr()
     text = written(house, Settings(16))
     assert printed.out == text + "\n" and report["text"] == text
     assert printed.err.startswith(f"mean acceptance length (tau) {report['tau']:.2f}") and f"{report['tokens']} tokens" in printed.err
-    assert main(["generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "16", "--echo"]) == 0
-    assert capsys.readouterr().out == f"What is two?{text}\n"
+    assert output_of(capsys, "generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "16", "--echo") == f"What is two?{text}\n"
 
 
 @pytest.mark.parametrize(
@@ -137,25 +127,19 @@ def test_sampling_is_governed_by_the_seed_and_nothing_else(house, tmp_path, caps
     outputs = []
     systems = ("--heads eagle3", "--heads medusa --nodes 7", "--backbone backbone")
     for more in systems:
-        assert main([*arguments, *more.split(), "--seed", "7"]) == 0
-        outputs.append(capsys.readouterr().out)
+        outputs.append(output_of(capsys, *arguments, *more.split(), "--seed", "7"))
     assert outputs == [written(house, Settings(16, 0.9, 50, 0.9)) + "\n"] * 3
-    file = tmp_path / "drawn.json"
-    assert main([*arguments, "--heads", "medusa", "--json", str(file)]) == 0
-    printed, drawn = capsys.readouterr(), json.loads(file.read_text())["seed"]
+    drawn, printed = report_of(tmp_path, *arguments, "--heads", "medusa")["seed"], capsys.readouterr()
     assert f"seed {drawn}" in printed.err
-    assert main([*arguments, "--heads", "medusa", "--seed", str(drawn)]) == 0
-    assert capsys.readouterr().out == printed.out
+    assert output_of(capsys, *arguments, "--heads", "medusa", "--seed", str(drawn)) == printed.out
 
 
 def test_prompt_from_a_file_and_from_a_pipe(house, tmp_path, stdin, capsys):
     (tmp_path / "prompt.txt").write_text("What is\ntwo?\n")
     expected = written(house, Settings(20), prompt="What is\ntwo?") + "\n"
-    assert main(["generate", "--heads", "medusa", "--file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "20"]) == 0
-    assert capsys.readouterr().out == expected
+    assert output_of(capsys, "generate", "--heads", "medusa", "--file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "20") == expected
     stdin("What is\ntwo?\n")
-    assert main(["generate", "--heads", "medusa", "--max-new-tokens", "20"]) == 0
-    assert capsys.readouterr().out == expected
+    assert output_of(capsys, "generate", "--heads", "medusa", "--max-new-tokens", "20") == expected
 
 
 def test_stop_strings(house, capsys):
@@ -171,11 +155,8 @@ def test_the_recipes_chat_template_serves_a_tokenizer_that_has_none(house, tmp_p
     template = "Q: {{ messages[0]['content'] }} A:"
     extra = {"recipe": {"data": {"chat_template": template}}}
     build_drafter("eagle3", backbone, {"depth": 3}).save_pretrained(tmp_path / "heads", extra)
-    counts = []
-    for style in ([], ["--raw"]):
-        command = ["generate", "What is two?", "--heads", str(tmp_path / "heads"), "--max-new-tokens", "4"]
-        assert main([*command, "--json", str(tmp_path / "answer.json"), *style]) == 0
-        counts.append(json.loads((tmp_path / "answer.json").read_text())["prompt_tokens"])
+    command = ["generate", "What is two?", "--heads", tmp_path / "heads", "--max-new-tokens", "4"]
+    counts = [report_of(tmp_path, *command, *style)["prompt_tokens"] for style in ([], ["--raw"])]
     tokenizer = load_tokenizer(str(house / "backbone"))
     prompt_length = len(tokenizer("Q: What is two? A:", add_special_tokens=False)["input_ids"])
     assert tokenizer.chat_template is None and counts == [prompt_length, len(tokenizer("What is two?")["input_ids"])]
@@ -186,12 +167,8 @@ def test_chat_template_unless_raw(house, tmp_path, capsys):
     tokenizer = load_tokenizer(str(tmp_path / "chatty"))
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path / "chatty")
-    file = tmp_path / "answer.json"
-    command = ["generate", "--backbone", str(tmp_path / "chatty"), "What is two?", "--max-new-tokens", "4", "--json", str(file)]
-    counts = []
-    for style in ([], ["--chat"], ["--raw"]):
-        assert main([*command, *style]) == 0
-        counts.append(json.loads(file.read_text())["prompt_tokens"])
+    command = ["generate", "--backbone", tmp_path / "chatty", "What is two?", "--max-new-tokens", "4"]
+    counts = [report_of(tmp_path, *command, *style)["prompt_tokens"] for style in ([], ["--chat"], ["--raw"])]
     assert counts[0] == counts[1] > counts[2] == len(tokenizer("What is two?")["input_ids"])
 
 

@@ -12,18 +12,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 from chat_templates import make_chat_model
-from errors import error_of
+from errors import error_of, refuses
 from families import say
 from gguf_models import chat_model, write_gguf
 from small_run import make_recipe
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from headstart import SpeculativeModel, TreeShape, load_backbone
 from headstart.cli.main import Guard, main
-from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.methods import build_drafter
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.serving.engines import nearest as unknown_format
 from headstart.support.errors import UserError, did_you_mean
 
@@ -49,18 +47,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "headstart" / "failures"
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "said"),
-    [
-        (UserError("give a folder"), 2, "error: give a folder"),
-        (MemoryError(), 2, "out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "out of memory"),
-        (torch.OutOfMemoryError("CUDA out of memory"), 2, "the accelerator is out of memory"),
-        (OSError(errno.ENOSPC, "No space left on device"), 2, "the disk is full"),
-        (ConnectionResetError("reset"), 2, "the connection was lost"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-    ],
-)
+@pytest.mark.parametrize(("error", "status", "said"), [
+    (UserError("give a folder"), 2, "error: give a folder"),
+    (MemoryError(), 2, "out of memory"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "out of memory"),
+    (torch.OutOfMemoryError("CUDA out of memory"), 2, "the accelerator is out of memory"),
+    (OSError(errno.ENOSPC, "No space left on device"), 2, "the disk is full"),
+    (ConnectionResetError("reset"), 2, "the connection was lost"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+])  # fmt: skip
 def test_what_is_known_is_one_line_that_says_what_to_try(
     error: BaseException, status: int, said: str, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,15 +86,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_recipe(tmp_path_factory.mktemp("memory"))
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory"),
-        (MemoryError(), "out of memory"),
-        (torch.AcceleratorError("CUDA error: unspecified launch failure"), "the accelerator failed or was lost"),
-        (RuntimeError("CUDA error: device lost"), "the accelerator failed or was lost"),
-    ],
-)
+@pytest.mark.parametrize(("error", "said"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory"),
+    (MemoryError(), "out of memory"),
+    (torch.AcceleratorError("CUDA error: unspecified launch failure"), "the accelerator failed or was lost"),
+    (RuntimeError("CUDA error: device lost"), "the accelerator failed or was lost"),
+])  # fmt: skip
 @pytest.mark.parametrize("command", ["generate", "train"])
 def test_an_accelerator_that_fails_in_a_forward_pass(
     command: str, error: Exception, said: str, recipe: Path, capsys: pytest.CaptureFixture[str]
@@ -118,8 +110,7 @@ def test_what_the_memory_cannot_hold_is_refused_before_anything_is_computed(reci
     many = {"tree": TreeShape(4096, 4), "max_new_tokens": 4}
     line = "4194304 sequences of 1 tokens with trees of 4096 nodes need at least .*; lower the batch size"
     with register_module_forward_pre_hook(lambda *of: pytest.fail("computed")):
-        with pytest.raises(UserError, match=line):
-            say(on, {"input_ids": ids_BT}, **many)
+        refuses(line, say, on, {"input_ids": ids_BT}, **many)
         with pytest.raises(pytest.fail.Exception, match="computed"):  # one sequence at a time fits
             say(on, {"input_ids": ids_BT[:9]}, **many, batch_size=1)
 
@@ -152,9 +143,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty.jsonl").write_text("\n")
     (root / "broken.jsonl").write_text('{"text": \n')
     (root / "odd.jsonl").write_text('{"ask": "What?", "say": "Two."}\n')
-    (root / "chats.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]})
-    )
+    (root / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}))
     return root
 
 
@@ -167,15 +156,12 @@ def refused(house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("command", ["train", "cache", "inspect", "plan", "regenerate"])
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("missing.jsonl", "data file missing.jsonl: there is no such file"),
-        ("empty.jsonl", "empty.jsonl holds no rows"),
-        ("broken.jsonl", "broken.jsonl, line 1: not valid JSON"),
-        ("odd.jsonl", "odd.jsonl has the columns ask, say, not "),
-    ],
-)
+@pytest.mark.parametrize(("file", "message"), [
+    ("missing.jsonl", "data file missing.jsonl: there is no such file"),
+    ("empty.jsonl", "empty.jsonl holds no rows"),
+    ("broken.jsonl", "broken.jsonl, line 1: not valid JSON"),
+    ("odd.jsonl", "odd.jsonl has the columns ask, say, not "),
+])  # fmt: skip
 def test_data(refused: Callable[..., str], command: str, file: str, message: str) -> None:
     given = ["cache.dir=features", "regenerate.out=answers.jsonl"]
     assert message in refused(command, "recipe.yaml", f"data.train={file}", *given)
@@ -192,13 +178,10 @@ def test_a_chat_template_and_a_tokenizer(refused: Callable[..., str], command: s
 
 
 @pytest.mark.parametrize("backbone", ["bare", "chat.gguf"])
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["generate", "--heads", "heads", "Hi"], ["chat", "--heads", "heads"],
-        ["bench", "--heads", "heads", "--prompts", "prompts.jsonl"], ["verify", "heads"],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("command", [
+    ["generate", "--heads", "heads", "Hi"], ["chat", "--heads", "heads"],
+    ["bench", "--heads", "heads", "--prompts", "prompts.jsonl"], ["verify", "heads"],
+])  # fmt: skip
 def test_heads_of_another_model(refused: Callable[..., str], command: list[str], backbone: str) -> None:
     line = refused(*command, "--backbone", backbone)
     assert "heads was trained on " in line and f"this backbone is {backbone} (" in line and "hidden_size 32" in line
@@ -208,25 +191,21 @@ def test_heads_of_another_model(refused: Callable[..., str], command: list[str],
 def test_heads_to_start_from_and_to_regenerate_with(refused: Callable[..., str], backbone: str) -> None:
     given = ["recipe.yaml", f"backbone.path={backbone}", "train.precision=no"]
     assert "drafter.init: heads was trained on " in refused("train", *given, "drafter.init=heads")
-    assert "drafter.init: heads holds medusa heads, this recipe trains eagle3" in refused(
-        "train", *given, "drafter={kind: eagle3, init: heads}"
-    )
+    error = refused("train", *given, "drafter={kind: eagle3, init: heads}")
+    assert "drafter.init: heads holds medusa heads, this recipe trains eagle3" in error
     assert "heads was trained on " in refused("regenerate", *given, "regenerate.heads=heads", "regenerate.out=answers.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["bench", "--propose", "suffix", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
-        (["bench", "--propose", "suffix", "--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
-        (["bench", "--propose", "suffix", "--prompts", "prompts.jsonl", "--assistant", "./nowhere"], "no backbone at './nowhere'"),
-        (["bench", "--propose", "suffix", "--prompts", "broken.jsonl"], "broken.jsonl, line 1: not valid JSON"),
-        (["verify", "other", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
-        (["generate", "--draft-model", "./nowhere", "Hi"], "no backbone at './nowhere'"),
-        (["generate", "--adapter", "other", "Hi"], "other lacks adapter_config.json"),
-        (["chat", "--json-schema", "broken.jsonl"], "broken.jsonl: not valid JSON"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    (["bench", "--propose", "suffix", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
+    (["bench", "--propose", "suffix", "--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
+    (["bench", "--propose", "suffix", "--prompts", "prompts.jsonl", "--assistant", "./nowhere"], "no backbone at './nowhere'"),
+    (["bench", "--propose", "suffix", "--prompts", "broken.jsonl"], "broken.jsonl, line 1: not valid JSON"),
+    (["verify", "other", "--prompts", "missing.jsonl"], "--prompts missing.jsonl: there is no such file"),
+    (["generate", "--draft-model", "./nowhere", "Hi"], "no backbone at './nowhere'"),
+    (["generate", "--adapter", "other", "Hi"], "other lacks adapter_config.json"),
+    (["chat", "--json-schema", "broken.jsonl"], "broken.jsonl: not valid JSON"),
+])  # fmt: skip
 def test_other_files(refused: Callable[..., str], given: list[str], message: str) -> None:
     assert message in refused(*given, "--backbone", "backbone")
 
@@ -240,32 +219,26 @@ def test_data_of_a_new_recipe(refused: Callable[..., str]) -> None:
 RECIPE = "recipes/quickstart/eagle3.yaml"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["plan", RECIPE, "drafter.lora.rank=4"], "unknown key drafter.lora; it is gone: heads are trained whole, from drafter.init"),
-        (["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"], "cache.teacher; it is gone: a cache holds the final hidden states"),
-        (["tune", "--heads", "heads"], "; it is gone: decoding times this machine in its first steps"),
-        (
-            ["export", "--heads", "heads", "--to", "vllm", "--out", "out", "--quantize", "int8"],
-            "; it is gone: engines' own tools quantise heads",
-        ),
-        (["verify", "served", "--features", "cache"], "; it is gone: the folder's drafts are compared with those that its export stored"),
-        (["bench", "--prompts", "p.jsonl", "--draft-sink=3"], "arguments: --draft-sink=3; it is gone: say --num-sink-tokens"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["plan", RECIPE, "drafter.lora.rank=4"], "unknown key drafter.lora; it is gone: heads are trained whole, from drafter.init"),
+    (["cache", RECIPE, "cache.dir=x", "cache.teacher=topk"], "cache.teacher; it is gone: a cache holds the final hidden states"),
+    (["tune", "--heads", "heads"], "; it is gone: decoding times this machine in its first steps"),
+    (
+        ["export", "--heads", "heads", "--to", "vllm", "--out", "out", "--quantize", "int8"],
+        "; it is gone: engines' own tools quantise heads",
+    ),
+    (["verify", "served", "--features", "cache"], "; it is gone: the folder's drafts are compared with those that its export stored"),
+    (["bench", "--prompts", "p.jsonl", "--draft-sink=3"], "arguments: --draft-sink=3; it is gone: say --num-sink-tokens"),
+])  # fmt: skip
 def test_one_line_says_what_to_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in error_of(capsys, *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (["generate", "--backbone", "embedded", "--propose", "sufix"], "did you mean 'suffix'? choose from suffix, recycling"),
-        (["trian", "recipe.yaml"], "did you mean 'train'? choose from train, new-recipe"),
-        (["generate", "--backbone", "embedded", "--propose", "grammar"], "invalid choice: 'grammar' (choose from 'suffix'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "offered"), [
+    (["generate", "--backbone", "embedded", "--propose", "sufix"], "did you mean 'suffix'? choose from suffix, recycling"),
+    (["trian", "recipe.yaml"], "did you mean 'train'? choose from train, new-recipe"),
+    (["generate", "--backbone", "embedded", "--propose", "grammar"], "invalid choice: 'grammar' (choose from 'suffix'"),
+])  # fmt: skip
 def test_choices_of_the_command_line(words: list[str], offered: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert offered in error_of(capsys, *words)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from chat_templates import make_tokenizer
+from errors import refuses
 
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard_unfinished, file_hash, locked, require_file, value_hash, write_json
@@ -14,14 +15,11 @@ from headstart.support.text import TokenTextStream, token_texts
 
 def test_a_file_that_is_not_there_is_compared_with_those_that_are(tmp_path: Path) -> None:
     (tmp_path / "eagle3.yaml").touch()
-    with pytest.raises(UserError, match=r"eagel3\.yaml: there is no such file; did you mean .*eagle3\.yaml\?"):
-        require_file("recipe", tmp_path / "eagel3.yaml")
+    refuses(r"eagel3\.yaml: there is no such file; did you mean .*eagle3\.yaml\?", require_file, "recipe", tmp_path / "eagel3.yaml")
     (tmp_path / "train.jsonl").touch()
     for unlike in ("test.jsonl", "x.yaml"):  # the ending alone is no likeness
-        with pytest.raises(UserError, match="there is no such file; check its name"):
-            require_file("data", tmp_path / unlike)
-    with pytest.raises(UserError, match="there is no such file; check its name"):
-        require_file("recipe", tmp_path / "nothing" / "eagel3.yaml")
+        refuses("there is no such file; check its name", require_file, "data", tmp_path / unlike)
+    refuses("there is no such file; check its name", require_file, "recipe", tmp_path / "nothing" / "eagel3.yaml")
 
 
 def test_a_file_is_replaced_only_when_the_block_ends(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, output_of, report_of
 from gguf_models import chat_model, write_gguf
 from small_run import train_once
 from transformers import GenerationConfig
@@ -55,11 +55,6 @@ def trained(house: Path) -> Path:
     return train_once(house / "recipe.yaml") / "heads"
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
-    assert main([*words]) == status
-    return capsys.readouterr().out
-
-
 def test_training_keeps_where_the_weights_are_from(trained: Path, house: Path) -> None:
     card = json.loads((trained / "headstart.json").read_text())
     assert card["backbone"] == str(house / "chat.gguf") and card["provenance"]["recipe"]["backbone"]["path"] == card["backbone"]
@@ -85,8 +80,9 @@ def test_heads_name_their_tokenizer(trained: Path, at: Path, tmp_path: Path, cap
 
 def test_generate_finds_the_file_by_the_heads(trained: Path, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--dtype", "fp32", "--chat", "--max-new-tokens", "24", "What is two?"]
-    drafted = said(capsys, "generate", "--heads", "heads", *options)
-    assert drafted == said(capsys, "generate", "--backbone", "chat.gguf", *options) == said(capsys, "generate", "--backbone", ".", *options)
+    drafted = output_of(capsys, "generate", "--heads", "heads", *options)
+    for named in ("chat.gguf", "."):
+        assert drafted == output_of(capsys, "generate", "--backbone", named, *options)
     on, tokenizer = headstart.load_backbone("chat.gguf", dtype="fp32", device="cpu"), headstart.load_tokenizer("chat.gguf")
     asked: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is two?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -103,9 +99,8 @@ def test_an_answer_ends_where_the_file_says(at: Path, capsys: pytest.CaptureFixt
     third = int(model.generate(ids, do_sample=False, max_new_tokens=3, eos_token_id=None)[0, -1])
     (at / "ending").mkdir()
     write_gguf(at / "ending" / "short.gguf", model, tokenizer, "F32", tokenizer__ggml__eot_token_id=third)
-    options = ["--backbone", "ending/short.gguf", "--dtype", "fp32", "--raw", "--max-new-tokens", "24", "--json", "ending.json"]
-    said(capsys, "generate", *options, "What is two?")
-    assert json.loads((at / "ending.json").read_text())["tokens"] in (2, 3)  # the prefill's may count
+    options = ["--backbone", "ending/short.gguf", "--dtype", "fp32", "--raw", "--max-new-tokens", "24"]
+    assert report_of(at, "generate", *options, "What is two?")["tokens"] in (2, 3)  # the prefill's may count
 
 
 def test_the_ends_are_those_of_the_file_whatever_lies_beside_it(at: Path, tmp_path: Path) -> None:
@@ -116,8 +111,8 @@ def test_the_ends_are_those_of_the_file_whatever_lies_beside_it(at: Path, tmp_pa
 
 
 def test_plan_reads_the_header(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "plan", "recipe.yaml", "drafter={kind: medusa}", "--no-calibration", "--memory", "0.4", "--json", "plan.json")
-    report = json.loads((at / "plan.json").read_text())
+    report = report_of(at, "plan", "recipe.yaml", "drafter={kind: medusa}", "--no-calibration", "--memory", "0.4")
+    out = capsys.readouterr().out
     size = sum(weight.numel() for weight in chat_model()[0].parameters())
     assert (report["gguf"]["memory"], report["gguf"]["bytes"]) == (2 * size, (at / "chat.gguf").stat().st_size)
     assert f"backbone  chat.gguf, Q8_0, 0.2 MB; dequantized to bf16 {2 * size / 1e6:.1f} MB of memory" in out
@@ -130,14 +125,11 @@ def test_a_recipe_names_a_file_or_a_folder_and_a_file(house: Path, names: list[s
     assert (backbone.path, backbone.gguf_file) == (str(house / "chat.gguf"), None)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("backbone.gguf_file=model.bin", "backbone.gguf_file ends in .gguf"),
-        ("backbone.gguf_file=other.gguf", "no GGUF file at '"),
-        ("backbone.dtype=int8", "dtype int8 quantizes safetensors"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("backbone.gguf_file=model.bin", "backbone.gguf_file ends in .gguf"),
+    ("backbone.gguf_file=other.gguf", "no GGUF file at '"),
+    ("backbone.dtype=int8", "dtype int8 quantizes safetensors"),
+])  # fmt: skip
 def test_a_recipes_mistakes_are_a_line(at: Path, capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
     path = ["backbone.path=."] if "gguf_file" in override else []
     for command in ("plan", "train", "cache"):
@@ -146,20 +138,20 @@ def test_a_recipes_mistakes_are_a_line(at: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_cache_inspect_and_regenerate(trained: Path, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "cache", "recipe.yaml", f"cache.dir={at}/cache")
+    output_of(capsys, "cache", "recipe.yaml", f"cache.dir={at}/cache")
     assert main(["train", "recipe.yaml", f"cache.dir={at}/cache", f"save.dir={at}/again", "train.steps=1"]) == 0
-    assert "chat.gguf" in said(capsys, "inspect", "heads") and "label tokens" in said(capsys, "inspect", "recipe.yaml")
-    said(capsys, "regenerate", "recipe.yaml", "regenerate.out=answers.jsonl", "regenerate.limit=4", "regenerate.max_new_tokens=32")
+    assert "chat.gguf" in output_of(capsys, "inspect", "heads") and "label tokens" in output_of(capsys, "inspect", "recipe.yaml")
+    output_of(capsys, "regenerate", "recipe.yaml", "regenerate.out=answers.jsonl", "regenerate.limit=4", "regenerate.max_new_tokens=32")
 
 
 @pytest.mark.slow
 def test_export_verify_and_import(trained: Path, at: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    out = said(capsys, "export", "--heads", "heads", "--to", "vllm", "--out", "served")
+    out = output_of(capsys, "export", "--heads", "heads", "--to", "vllm", "--out", "served")
     assert "the backbone is a GGUF file, which few engines load" in out
     for folder in ("served", "heads"):
-        assert "equal" in said(capsys, "verify", folder, "--max-new-tokens", "8").lower()
-    said(capsys, "import", "served", "--backbone", "chat.gguf", "--out", "imported")
-    said(capsys, "push", "heads", "someone/heads", "--dry-run", "pushed")
+        assert "equal" in output_of(capsys, "verify", folder, "--max-new-tokens", "8").lower()
+    output_of(capsys, "import", "served", "--backbone", "chat.gguf", "--out", "imported")
+    output_of(capsys, "push", "heads", "someone/heads", "--dry-run", "pushed")
     assert 'model = headstart.load_backbone("chat.gguf").model' in (at / "pushed" / "README.md").read_text()
     monkeypatch.setenv(VLLM.variable, sys.executable)
     assert "vLLM is verified with a backbone of safetensors" in error_of(capsys, "verify", "served", "--engine", "vllm")
@@ -167,7 +159,7 @@ def test_export_verify_and_import(trained: Path, at: Path, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_a_new_recipe(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "new-recipe", "chat.gguf", "--data", "chats.jsonl", "--memory", "8")
+    output_of(capsys, "new-recipe", "chat.gguf", "--data", "chats.jsonl", "--memory", "8")
     recipe = load_recipe(at / "chat" / "eagle3.yaml")
     assert recipe.backbone.path == "chat.gguf"
     shutil.rmtree(at / "chat")
@@ -175,5 +167,5 @@ def test_a_new_recipe(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_draft_model_may_be_a_file_too(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--dtype", "fp32", "--max-new-tokens", "12", "What is two?"]
-    drafted = said(capsys, "generate", "--backbone", "chat.gguf", "--draft-model", "chat.gguf", *options)
-    assert drafted == said(capsys, "generate", "--backbone", "chat.gguf", *options)
+    drafted = output_of(capsys, "generate", "--backbone", "chat.gguf", "--draft-model", "chat.gguf", *options)
+    assert drafted == output_of(capsys, "generate", "--backbone", "chat.gguf", *options)

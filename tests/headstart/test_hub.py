@@ -47,9 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         path.parent.mkdir(parents=True)
         path.write_text(content)
     reached = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "0")
-    environment = (
-        os.environ | reached | {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(cache), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}"}
-    )
+    environment = os.environ | reached | {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(cache), "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"}
     done = subprocess.run([sys.executable, __file__], env=environment, cwd=cache, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -90,10 +88,8 @@ def test_what_is_waited_for_is_said_again_and_again(monkeypatch: pytest.MonkeyPa
 
 def test_the_fetched_file_is_the_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a clone of which only the script is there, and a file whose hash it takes for the model's."""
-    text, file = (
-        (Path(__file__).parents[1] / "real" / "fetch.py").read_text(),
-        tmp_path / "out" / "real" / "SmolLM2-135M-Instruct.Q4_1.gguf",
-    )
+    text = (Path(__file__).parents[1] / "real" / "fetch.py").read_text()
+    file = tmp_path / "out" / "real" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     for path, content in ((tmp_path / "tests" / "real" / "fetch.py", text), (file, "weights")):
         path.parent.mkdir(parents=True)
         path.write_text(re.sub('SHA256 = ".*"', f'SHA256 = "{sha256(b"weights").hexdigest()}"', content))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from errors import error_of
+from errors import error_of, output_of
 
 from headstart.cli.main import main
 
@@ -44,42 +44,34 @@ def test_the_page_from_an_empty_folder_to_tau(here: Path, capsys: pytest.Capture
 
 def test_a_new_head_keeps_the_contract(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new-head", "my_head"]) == 0
-    assert main(["check-head", "my_head.head", "depth=2"]) == 0
-    assert "keeps the contract" in capsys.readouterr().out
+    assert "keeps the contract" in output_of(capsys, "check-head", "my_head.head", "depth=2")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "rule"),
-    [
-        ("torch.where((last_B >= 0)[:, None, None], last_B1D, state[:, :1])", "last_B1D", "Rows of a batch"),
-        pytest.param("tokens_BT[:, 1 + k :", "tokens_BT[:, k :", "What forward computes", marks=pytest.mark.slow),
-        pytest.param("self.lm_head(hidden)", "self.lm_head(hidden.detach())", "Every weight has a gradient", marks=pytest.mark.slow),
-        pytest.param("gather(1, parents_BN", "gather(1, 0 * parents_BN", "Siblings", marks=pytest.mark.slow),
-        pytest.param("hidden + self.mix", "hidden + self.mixed", "Texts of one to four", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "rule"), [
+    ("torch.where((last_B >= 0)[:, None, None], last_B1D, state[:, :1])", "last_B1D", "Rows of a batch"),
+    pytest.param("tokens_BT[:, 1 + k :", "tokens_BT[:, k :", "What forward computes", marks=pytest.mark.slow),
+    pytest.param("self.lm_head(hidden)", "self.lm_head(hidden.detach())", "Every weight has a gradient", marks=pytest.mark.slow),
+    pytest.param("gather(1, parents_BN", "gather(1, 0 * parents_BN", "Siblings", marks=pytest.mark.slow),
+    pytest.param("hidden + self.mix", "hidden + self.mixed", "Texts of one to four", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_head_that_breaks_a_rule_is_told_which(old: str, new: str, rule: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new-head", "my_head"]) == 0
     head = here / "my_head" / "head.py"
     assert old in head.read_text()
     head.write_text(head.read_text().replace(old, new))
-    assert main(["check-head", "my_head.head"]) == 1
-    out = capsys.readouterr().out
+    out = output_of(capsys, "check-head", "my_head.head", status=1)
     assert any(line.startswith("broken") and rule in line for line in out.splitlines()), out
     assert new != "hidden + self.mixed" or re.search(r"head\.py:\d+: AttributeError: .*mixed", out), "where in the head"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["new-head", "my-head"], "can't name a package"),
-        (["new-head", "json"], "can't name a package"),
-        (["check-head", "nothing"], "unknown drafter 'nothing'"),
-        (["check-head", "my_own.head"], "no module 'my_own.head'"),
-        (["check-head", "medusa", "dept=2"], "did you mean drafter.depth"),
-        (["generate", "--heads", "embedded", "--head-module", "nothing.here", "a"], "no module 'nothing.here'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["new-head", "my-head"], "can't name a package"),
+    (["new-head", "json"], "can't name a package"),
+    (["check-head", "nothing"], "unknown drafter 'nothing'"),
+    (["check-head", "my_own.head"], "no module 'my_own.head'"),
+    (["check-head", "medusa", "dept=2"], "did you mean drafter.depth"),
+    (["generate", "--heads", "embedded", "--head-module", "nothing.here", "a"], "no module 'nothing.here'"),
+])  # fmt: skip
 def test_mistakes_are_one_line(words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in error_of(capsys, *words)
     assert not [*here.iterdir()]

@@ -46,18 +46,10 @@ FROM_RECIPES = (
 )  # fmt: skip
 """The models whose architectures come first, as different as can be: the fast cells of the tests are theirs."""
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GLM-4 (0414)": ("Glm4", {}),
-    "Command-R": ("Cohere", {"logit_scale": 0.3}),
-    "Command-R7B": ("Cohere2", {"logit_scale": 0.3}),
-    "OLMo-Hybrid": ("OlmoHybrid", {}),
-    "Phi-2": ("Phi", {}),
-    "StarCoder2": ("Starcoder2", {}),
-    "EXAONE-4": ("Exaone4", {}),
-    "ERNIE-4.5": ("Ernie4_5", {}),
-    "Granite-3 MoE": ("GraniteMoe", {}),
-    "OPT": ("OPT", {}),
-    "Falcon-7B": ("Falcon", {}),
-}
+    "GLM-4 (0414)": ("Glm4", {}), "Command-R": ("Cohere", {"logit_scale": 0.3}), "Command-R7B": ("Cohere2", {"logit_scale": 0.3}),
+    "OLMo-Hybrid": ("OlmoHybrid", {}), "Phi-2": ("Phi", {}), "StarCoder2": ("Starcoder2", {}), "EXAONE-4": ("Exaone4", {}),
+    "ERNIE-4.5": ("Ernie4_5", {}), "Granite-3 MoE": ("GraniteMoe", {}), "OPT": ("OPT", {}), "Falcon-7B": ("Falcon", {}),
+}  # fmt: skip
 """Title -> transformers' configuration class and fields that differ from its defaults."""
 ALIKE = {"architectures", "initializer_range", "max_window_layers", "rope_theta", "router_aux_loss_coef", "torch_dtype", "use_cache"}
 """Fields in which models of one row of the table may differ."""
@@ -69,11 +61,8 @@ CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "Zamba2": (
         "Zamba2",
         {
-            "mamba_headdim": 8,
-            "attention_hidden_size": 64,
-            "attention_head_dim": 16,
-            "layers_block_type": ["mamba", "hybrid", "mamba"] * 2,
-            "hybrid_layer_ids": [1, 4],
+            "mamba_headdim": 8, "attention_hidden_size": 64, "attention_head_dim": 16,
+            "layers_block_type": ["mamba", "hybrid", "mamba"] * 2, "hybrid_layer_ids": [1, 4],
         },
     ),
     "Nemotron-H": ("NemotronH", {}),
@@ -87,23 +76,17 @@ CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-Neo": (
         "GPTNeo",
         {
-            "num_layers": 6,
-            "attention_types": [[["global", "local"], 3]],
-            "attention_layers": ["global", "local"] * 3,
-            "window_size": 5,
+            "num_layers": 6, "attention_types": [[["global", "local"], 3]], "attention_layers": ["global", "local"] * 3, "window_size": 5,
             "num_heads": 4,
         },
     ),
-}
+}  # fmt: skip
 """The same for architectures that verify chains, not trees."""
 CHAINED = {"lfm2-1.2b"}
 """Those of the recipes."""
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "MiniMax-01": ("MiniMax", {}),
-    "Jamba": ("Jamba", {}),
-    "Mamba": ("Mamba", {}),
-    "RecurrentGemma": ("RecurrentGemma", {}),
-}
+    "MiniMax-01": ("MiniMax", {}), "Jamba": ("Jamba", {}), "Mamba": ("Mamba", {}), "RecurrentGemma": ("RecurrentGemma", {}),
+}  # fmt: skip
 """The same for architectures that can verify neither."""
 
 

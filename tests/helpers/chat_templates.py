@@ -10,9 +10,8 @@ from families import build, random_drafter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from headstart import Backbone, SpeculativeModel
 from headstart.chat.prompts import Prompter
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.json_text import Row
 from headstart.training.data import tokenise
 from headstart.training.data.samples import Sample, Stats, find_column
@@ -48,15 +47,10 @@ OPENING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.conten
 """Opens every generated answer with a thought, although past answers need not contain one."""
 
 SPECIAL = {
-    CHATML: "<|im_start|> <|im_end|>",
-    QWEN3: "<|im_start|> <|im_end|>",
-    OPENING: "<|im_start|> <|im_end|>",
-    LLAMA3: "<|start_header_id|> <|end_header_id|> <|eot_id|>",
-    GEMMA: "<start_of_turn> <end_of_turn>",
-    PHI3: "<|user|> <|assistant|> <|end|>",
-    VICUNA: "",
-    PLAIN: "",
-}
+    CHATML: "<|im_start|> <|im_end|>", QWEN3: "<|im_start|> <|im_end|>", OPENING: "<|im_start|> <|im_end|>",
+    LLAMA3: "<|start_header_id|> <|end_header_id|> <|eot_id|>", GEMMA: "<start_of_turn> <end_of_turn>",
+    PHI3: "<|user|> <|assistant|> <|end|>", VICUNA: "", PLAIN: "",
+}  # fmt: skip
 CORPUS = 3 * [
     "What is two and two? It is four.",
     "And three? Six, I think.",

@@ -12,11 +12,9 @@ from plain.drafts import reference_drafts
 from plain.folders import read_heads
 from transformers import LogitsProcessorList
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart import Backbone, SpeculativeModel, TreeShape, load, load_backbone
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel, load
 from headstart.serving.layouts.files import read_files
 from headstart.serving.verify import verify as verification
 from headstart.serving.verify.drafts import EngineSettings, Round, Transcript

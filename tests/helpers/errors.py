@@ -1,7 +1,10 @@
-"""What is said where something is refused: one line."""
+"""What is said where something is refused: one line. What a command that goes well prints and reports."""
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,19 @@ def refuses(pattern: str, call: Callable[..., object], *given: object, **named: 
     line = refusal(call, *given, **named)
     assert re.search(pattern, line), line
     return line
+
+
+def report_of(folder: Path, *words: object) -> dict[str, Any]:
+    """What a command that ends well writes with ``--json``, here to ``report.json`` in the folder."""
+    assert main([*map(str, words), "--json", str(folder / "report.json")]) == 0
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
+    """What a command that ends with this status has printed."""
+    assert main([*map(str, words)]) == status
+    return capsys.readouterr().out
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:

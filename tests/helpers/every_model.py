@@ -30,10 +30,8 @@ from tiny_models import CAUSAL, IMAGE_TEXT, KINDS, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.inference.engine.proposer import made
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -13,12 +13,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart import Backbone, Features, SpeculativeModel
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.methods import build_drafter, methods
 from headstart.inference.capture.capture import BackendName
-from headstart.inference.generate import SpeculativeModel
 
 DRAFTERS = methods()
 """Every method of heads/, discovered by its file, so a new one is tested automatically."""
@@ -35,16 +33,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         SIZES
         | {
-            "head_dim": 8,
-            "sliding_window": 5,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            "final_logit_softcapping": 3.0,
-            "max_position_embeddings": 256,
-            "query_pre_attn_scalar": 8,
-            "tie_word_embeddings": False,
+            "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 3.0, "max_position_embeddings": 256, "query_pre_attn_scalar": 8, "tie_word_embeddings": False,
         },
     ),
-}
+}  # fmt: skip
 FAMILIES = list(CONFIGS)
 CONFIGS["shallow"] = ("Llama", SIZES | {"max_position_embeddings": 256, "num_hidden_layers": 2})
 """For tests of what does not depend on the number of layers, which take most of the time."""
@@ -222,16 +215,11 @@ def _attributes(module: torch.nn.Module) -> dict[str, str]:
 ARGUMENTS: dict[str, dict[str, Any]] = {"eagle": {"feature_noise": 0}, "block": {"correction": "selector", "convolution": True}}
 """Kind -> its arguments beside the depth; noise is drawn anew for every batch, so it depends on how a step is split."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("eagle3", {"draft_vocab_size": 2048}),
-    ("eagle3", {"layers": 2}),
-    ("mtp", {"shared": False}),
-    ("block", {"correction": "markov", "convolution": False}),
-    ("block", {"correction": "recurrent", "convolution": False}),
-    ("block", {"correction": "selector", "convolution": False}),
-    ("draft_model", {"parallel": True}),
-    ("peagle", {"own_embedding": True, "draft_vocab_size": 2048}),
-    ("hydra", {"prefix_attention": False}),
-]
+    ("eagle3", {"draft_vocab_size": 2048}), ("eagle3", {"layers": 2}), ("mtp", {"shared": False}),
+    ("block", {"correction": "markov", "convolution": False}), ("block", {"correction": "recurrent", "convolution": False}),
+    ("block", {"correction": "selector", "convolution": False}), ("draft_model", {"parallel": True}),
+    ("peagle", {"own_embedding": True, "draft_vocab_size": 2048}), ("hydra", {"prefix_attention": False}),
+]  # fmt: skip
 """Further argument sets whose drafts are computed in another way."""
 
 

@@ -20,14 +20,11 @@ from small_run import make_recipe, read_log
 from test_contract import CLOSE
 from torch import Tensor
 
+from headstart import Backbone, Drafter, SpeculativeModel, TreeShape, load_backbone
 from headstart.cli.train import main as train
-from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.contract import chain, part
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.serving.export import Request, export
 from headstart.serving.verify.verify import Check, verify
 
@@ -173,13 +170,7 @@ def exports(of: Subject) -> None:
 
 
 CHECKS: dict[str, Callable[[Subject], None]] = {
-    "contract": contract,
-    "greedy": greedy,
-    "sampled": sampled,
-    "batch": batch,
-    "adaptive trees": adaptive_trees,
-    "train": trains,
-    "save, load": saves_and_loads,
-    "export": exports,
-}
+    "contract": contract, "greedy": greedy, "sampled": sampled, "batch": batch, "adaptive trees": adaptive_trees, "train": trains,
+    "save, load": saves_and_loads, "export": exports,
+}  # fmt: skip
 """Column of the table -> its check."""

@@ -57,15 +57,10 @@ def safeailab_eagle3(ids: bool = True) -> tuple[dict[str, Any], Tensors]:
         config |= {"eagle_aux_hidden_state_layer_ids": [1, 4, 6], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}}
     tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:DV].sort().values
     tensors = {
-        "fc.weight": normal(D, 3 * D),
-        **layer("midlayer.", 2 * D),
-        "midlayer.hidden_norm.weight": near_one(D),
-        "midlayer.input_layernorm.weight": near_one(D),
-        "norm.weight": near_one(D),
-        "lm_head.weight": normal(DV, D),
-        "d2t": tokens - torch.arange(DV),
-        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, tokens, True),
-    }
+        "fc.weight": normal(D, 3 * D), **layer("midlayer.", 2 * D), "midlayer.hidden_norm.weight": near_one(D),
+        "midlayer.input_layernorm.weight": near_one(D), "norm.weight": near_one(D), "lm_head.weight": normal(DV, D),
+        "d2t": tokens - torch.arange(DV), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, tokens, True),
+    }  # fmt: skip
     return config, tensors
 
 
@@ -97,9 +92,8 @@ def speculators_peagle() -> tuple[dict[str, Any], Tensors]:
     config["transformer_layer_config"]["num_hidden_layers"] = 2
     later = layer("layers.1.") | {f"layers.1.self_attn.{name}_norm.weight": near_one(4) for name in "qk"}
     tensors |= later | {"layers.1.input_layernorm.weight": near_one(D), "embed_tokens.weight": normal(VOCAB, D)}
-    return {key: value for key, value in config.items() if key != "norm_before_residual"}, tensors | {
-        "mask_hidden": torch.randn(1, 1, 3 * D)
-    }
+    del config["norm_before_residual"]
+    return config, tensors | {"mask_hidden": torch.randn(1, 1, 3 * D)}
 
 
 def medusa(heads: int = 3, layers: int = 1, own_output: bool = True) -> tuple[dict[str, Any], Tensors]:
@@ -172,12 +166,8 @@ def block(kind: str, **stated: Any) -> tuple[dict[str, Any], Tensors]:
             tensors |= {f"{name}base_kernel": torch.randn(2, 2, D), f"{name}kernel_projection.weight": normal(8, D)}
         config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False}
         nested |= {
-            "conv_kernel_size": 2,
-            "conv_group_size": 16,
-            "selector_rank": 6,
-            "selector_top_k": 4,
-            "block_size": config.pop("block_size"),
-        }
+            "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 4, "block_size": config.pop("block_size"),
+        }  # fmt: skip
     elif kind == "domino":
         tensors |= {"prefix_gru.weight_ih_l0": normal(24, D), "prefix_gru.weight_hh_l0": normal(24, 8),
                     "embed_proj.0.weight": normal(6, D + 8), "embed_proj.2.weight": normal(VOCAB, 6)}  # fmt: skip

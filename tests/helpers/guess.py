@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart import Backbone, Features
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens

@@ -144,15 +144,11 @@ CONFIG: list[tuple[float, Callable[[random.Random], dict[str, Any]]]] = [
 """Arguments that are values, and how often they are given."""
 
 SAMPLING: list[tuple[float, Callable[[random.Random], dict[str, Any]]]] = [
-    (0.6, lambda rng: {"temperature": rng.choice([0.3, 0.8, 1.7])}),
-    (0.4, lambda rng: {"top_k": rng.choice([0, 1, 3, 20])}),
-    (0.3, lambda rng: {"top_p": rng.choice([0.3, 0.9])}),
-    (0.15, lambda rng: {"min_p": rng.choice([0.05, 0.4])}),
-    (0.1, lambda rng: {"typical_p": rng.choice([0.3, 0.9])}),
-    (0.1, lambda _: {"epsilon_cutoff": 0.02}),
-    (0.1, lambda _: {"eta_cutoff": 0.02}),
-    (0.1, lambda _: {"top_h": 0.5}),
-]
+    (0.6, lambda rng: {"temperature": rng.choice([0.3, 0.8, 1.7])}), (0.4, lambda rng: {"top_k": rng.choice([0, 1, 3, 20])}),
+    (0.3, lambda rng: {"top_p": rng.choice([0.3, 0.9])}), (0.15, lambda rng: {"min_p": rng.choice([0.05, 0.4])}),
+    (0.1, lambda rng: {"typical_p": rng.choice([0.3, 0.9])}), (0.1, lambda _: {"epsilon_cutoff": 0.02}),
+    (0.1, lambda _: {"eta_cutoff": 0.02}), (0.1, lambda _: {"top_h": 0.5}),
+]  # fmt: skip
 
 BEAMS: list[tuple[float, Callable[[random.Random], dict[str, Any]]]] = [
     (1.0, lambda rng: {"num_beams": rng.choice([2, 3, 5])}),

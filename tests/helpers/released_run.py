@@ -7,7 +7,7 @@ import gc
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,33 +21,32 @@ from small_run import read_log
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
+from headstart import Backbone, Drafter, SpeculativeModel, TreeShape, load_backbone
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
+from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.noise import gumbel
+from headstart.inference.engine.proposer import Proposer
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.training.recipe.yaml_text import dump_yaml
 
+Options = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NEW, LENGTHS, SEEDS = 12, (23, 7, 14), [5, 77, -3]
 ROUNDING = 0.03
 """Differences of bf16 logits, as a share of the largest, by which a pick may change."""
 LONG, LONG_EAGER, LONG_NEW = 8000, 4000, 6
 """Tokens of the long prompt, with eager attention, whose matrices of all pairs of 8,000 take 19 GB in GPT-OSS, and of its continuation."""
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
+SAMPLED: Options = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 NARROW = 896
 """Widest model with which heads read three taps, and a narrower one has Muon: both take the cube of the width."""
 WIDE = 2560
 """From this width on, the feed-forward part of heads is as wide as this: as wide as the model's, training would take 14 GB."""
 LARGE = 160_000_000
 """Weights of layers with which 8,000 tokens take minutes in fp32: read in bf16 alone."""
-GREEDY: dict[str, Any] = {"do_sample": False}
+GREEDY: Options = {"do_sample": False}
 OPTIONS = {"greedy": GREEDY, "sampled": SAMPLED}
-BF16_ALONE: frozenset[str] = frozenset()
-"""Models with which training takes more than 12 GB in fp32."""
+TREE = {"tree": TreeShape(16, 5)}
 
 
 class Released:
@@ -101,10 +100,10 @@ class Released:
     def drafter(self) -> Drafter:
         return load_drafter(self.heads, self.backbone)
 
-    def drafting(self, truths: list[list[int]], **options: Any) -> SpeculativeModel:
+    def drafting(self, truths: list[list[int]], proposers: Sequence[Proposer] = (), capture: BackendName = "off") -> SpeculativeModel:
         """The trained heads beside a drafter that is mostly right, so that whole paths of trees are accepted."""
-        proposers = [Scripted(self.backbone, truths, "nearly"), *options.pop("proposers", ())]
-        return SpeculativeModel(self.backbone, self.drafter, proposers=proposers, **{"capture": "off"} | options)
+        right = Scripted(self.backbone, truths, "nearly")
+        return SpeculativeModel(self.backbone, self.drafter, proposers=[right, *proposers], capture=capture)
 
     def prompt(self, length: int, seed: int) -> Tensor:
         return torch.randint(WORDS, self.vocab, (length,), generator=torch.Generator().manual_seed(seed))
@@ -153,10 +152,6 @@ def seeded(way: str, seed: int | list[int]) -> dict[str, Any]:
     return {"seed": seed} if way == "sampled" else {}
 
 
-def dtypes(model: str) -> tuple[str, ...]:
-    return ("bf16",) if model in BF16_ALONE else ("fp32", "bf16")
-
-
 def one(row: Tensor) -> dict[str, Tensor]:
     return {"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]}
 
@@ -202,45 +197,33 @@ def saves_and_loads(of: Released) -> None:
     assert all(torch.equal(weight.to(again[name].dtype), again[name]) for name, weight in first.items())
 
 
-def decodes_greedily(of: Released) -> None:
-    """A tree of 16 nodes; in fp32 the text is that of transformers' own generate too."""
+def decodes(of: Released, *counts: int, ways: Iterable[str] = OPTIONS, options: Options = TREE, **given: Any) -> float:
+    """So many first rows together, with the same heads after each other: each row as it is alone. Returns the last tau."""
+    for way in ways:
+        heads = of.drafting(of.plain(way, together=max(counts) > 1), **given)
+        for count in counts:
+            batch = left_padded(of.rows[:count])
+            how = options | OPTIONS[way] | seeded(way, SEEDS[:count])
+            out = say(heads, batch, max_new_tokens=NEW, return_dict_in_generate=True, **how)
+            of.require_same(unpadded(out.sequences, batch), way)
+    return out.tau
+
+
+def decodes_in_trees(of: Released) -> None:
+    """Greedy, where in fp32 the text is that of transformers' own generate too, and sampled; then rows of different lengths."""
     row, plain = of.rows[0], of.plain("greedy")[0]
     assert len(set(plain[len(row) :])) > 3, "a dull text shows nothing"
     if of.dtype == "fp32":
         assert of.backbone.model.generate(**one(row), max_new_tokens=NEW, **GREEDY)[0].tolist() == plain
-    heads = of.drafting(of.plain("greedy"))
-    out = say(heads, one(row), tree=TreeShape(16, 5), max_new_tokens=NEW, return_dict_in_generate=True, **GREEDY)
-    of.require_same(out.sequences.tolist(), "greedy")
-    assert out.tau > 1.5
+    assert decodes(of, 1, ways=["greedy"]) > 1.5
+    decodes(of, 1, ways=["sampled"])
+    decodes(of, 3, options={"tree": TreeShape(12, 4)})
 
 
-def samples(of: Released) -> None:
-    heads, row = of.drafting(of.plain("sampled")), of.rows[0]
-    out = say(heads, one(row), tree=TreeShape(16, 5), max_new_tokens=NEW, seed=SEEDS[0], **SAMPLED)
-    of.require_same(out.tolist(), "sampled")
-
-
-def decodes_a_batch(of: Released, ways: Iterable[str] = OPTIONS) -> None:
-    """Three rows of different lengths, greedy and sampled, each as it is alone."""
-    together = left_padded(of.rows)
-    for way in ways:
-        heads = of.drafting(of.plain(way, together=True))
-        out = say(heads, together, tree=TreeShape(12, 4), max_new_tokens=NEW, **OPTIONS[way], **seeded(way, SEEDS))
-        of.require_same(unpadded(out, together), way)
-
-
-def decodes_adaptively(of: Released) -> None:
-    """Three rows in trees whose size follows from measured times, with a second source."""
-    together, heads = left_padded(of.rows), of.drafting(of.plain("sampled"), proposers=[SuffixProposer()])
-    out = say(heads, together, max_new_tokens=NEW, seed=SEEDS, **SAMPLED)
-    of.require_same(unpadded(out, together), "sampled")
-
-
-def decodes_captured(of: Released) -> None:
-    """Three rows and one, with forward passes traced and replayed."""
-    together, heads = left_padded(of.rows), of.drafting(of.plain("greedy"), capture="trace")
-    of.require_same(unpadded(say(heads, together, max_new_tokens=NEW, **GREEDY), together), "greedy")
-    of.require_same(say(heads, one(of.rows[0]), max_new_tokens=NEW, **GREEDY).tolist(), "greedy")
+def decodes_adaptively_and_captured(of: Released) -> None:
+    """Trees whose size follows from measured times, with a second source; forward passes traced and replayed."""
+    decodes(of, 3, ways=["sampled"], options={}, proposers=[SuffixProposer()])
+    decodes(of, 3, 1, ways=["greedy"], options={}, capture="trace")
 
 
 def decodes_a_long_prompt(of: Released) -> None:
@@ -257,7 +240,6 @@ def decodes_a_long_prompt(of: Released) -> None:
 
 
 STEPS: tuple[Step, ...] = (
-    trains, regenerates, exports, saves_and_loads, decodes_greedily, samples, decodes_a_batch, decodes_adaptively, decodes_captured,
-    decodes_a_long_prompt,
+    trains, regenerates, exports, saves_and_loads, decodes_in_trees, decodes_adaptively_and_captured, decodes_a_long_prompt,
 )  # fmt: skip
 """In this order: the commands load the backbone themselves, so it should not be in memory yet."""

@@ -37,7 +37,7 @@ class Clock:
 
 
 @contextmanager
-def simulated_time() -> Iterator[Clock]:
+def simulating() -> Iterator[Clock]:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captured, "time", clock)

@@ -68,16 +68,11 @@ def make_recipe(folder: Path, layers: int = 2, heads: list[dict[str, Any]] | Non
     make_backbone(folder / "backbone", layers)
     text = rows_of_text(folder)
     recipe: dict[str, Any] = {
-        "backbone": {"path": str(folder / "backbone")},
-        "drafter": {"kind": "medusa", "depth": 2},
-        "data": {"train": str(text), "eval_rows": 4, "max_length": 64},
-        "objective": {"chunk_size": 50},
-        "train": {"steps": 12, "batch_size": 4, "lr": 3e-3},
-        "eval": {"prompts": 2, "max_new_tokens": 8},
-        "save": {"dir": str(folder / "out")},
-        "log": {"every": 1},
-        "seed": 7,
-    }
+        "backbone": {"path": str(folder / "backbone")}, "drafter": {"kind": "medusa", "depth": 2},
+        "data": {"train": str(text), "eval_rows": 4, "max_length": 64}, "objective": {"chunk_size": 50},
+        "train": {"steps": 12, "batch_size": 4, "lr": 3e-3}, "eval": {"prompts": 2, "max_new_tokens": 8},
+        "save": {"dir": str(folder / "out")}, "log": {"every": 1}, "seed": 7,
+    }  # fmt: skip
     if heads is not None:
         del recipe["drafter"]
         recipe["heads"] = heads

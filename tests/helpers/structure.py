@@ -128,14 +128,5 @@ def depths(root: Path) -> dict[str, int]:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT).resolve()
-    print(
-        json.dumps(
-            {
-                **counts(root),
-                "headstart-cpu": counts(root, PLUGIN),
-                "imported by generate": len(generate(root)["imported"]),
-                "frames": depths(root),
-            },
-            indent=2,
-        )
-    )
+    found = {**counts(root), "headstart-cpu": counts(root, PLUGIN), "imported by generate": len(generate(root)["imported"])}
+    print(json.dumps({**found, "frames": depths(root)}, indent=2))

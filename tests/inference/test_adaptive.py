@@ -6,30 +6,15 @@ from typing import Any
 
 import pytest
 from families import backbone, prompts, say
-from simulated import (
-    MACHINES,
-    SMOLLM2,
-    TASKS,
-    Clock,
-    Decoding,
-    Heads,
-    Machine,
-    SimulatedSource,
-    Step,
-    Task,
-    best_fixed,
-    rate,
-    simulated_time,
-)
+from simulated import MACHINES, SMOLLM2, TASKS, Clock, Decoding, Heads, Machine, SimulatedSource, Step, Task, best_fixed, rate, simulating
 from torch import Tensor
 from torch.nn import Module
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel
 from headstart.inference.engine.acceptance import TEXT_SPREAD, Acceptance, Offset, best_tree
 from headstart.inference.engine.proposer import Candidates, Proposer
 from headstart.inference.engine.source import Rows
 from headstart.inference.engine.tree import Pool, TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.latency import PASS, Costs
 from headstart.inference.measure import said
 from headstart.inference.policy import Draft, Policy
@@ -43,7 +28,7 @@ def decoded(
     machine: Machine, tasks: Iterable[Task], tokens: int, seed: int = 0, busy: Callable[[int], bool] = lambda step: False
 ) -> list[list[Step]]:
     """Texts one after the other, in a process that knows nothing of the machine."""
-    with simulated_time() as clock:
+    with simulating() as clock:
         decoding = Decoding(machine, Heads(chance=random.Random(seed)), clock, busy)
         return [decoding.text(task, tokens) for task in tasks]
 
@@ -86,7 +71,7 @@ def test_a_first_text_is_not_slower_for_what_is_not_known_yet(machine: Machine) 
 def test_a_slow_start_does_not_last() -> None:
     """In the first steps code is loaded; what they took is not what later ones take."""
     slow = Machine("slow", tuple((nodes, seconds * (12 if nodes > 1 else 3)) for nodes, seconds in SMOLLM2.passes), 12.0, 6.0)
-    with simulated_time() as clock:
+    with simulating() as clock:
         decoding = Decoding(slow, Heads(chance=random.Random(0)), clock)
         decoding.text(CHAT, 12)
         decoding.machine = decoding.source.machine = SMOLLM2
@@ -123,7 +108,7 @@ def test_drafts_that_are_never_accepted_are_rarely_made() -> None:
 
 def test_heads_rest_only_in_steps_in_which_n_grams_are_sure() -> None:
     """Texts repeat themselves here and there: the next step may have no n-gram."""
-    with simulated_time() as clock:
+    with simulating() as clock:
         heads = SimulatedSource(Heads(), SMOLLM2, clock)
     policy, costs, rows, found = Policy([heads]), Costs(), Rows([0], [40], [0]), Pool(0)
     for nodes, seconds in SMOLLM2.passes * 2:
@@ -139,7 +124,7 @@ def test_heads_rest_only_in_steps_in_which_n_grams_are_sure() -> None:
 
 def test_deep_drafts_are_tried_again() -> None:
     """A depth that is not drafted shows nothing of its worth: heads that were bad at it have become good."""
-    with simulated_time() as clock:
+    with simulating() as clock:
         decoding = Decoding(SMOLLM2, Heads(chance=random.Random(0)), clock)
         decoding.text(Task("shallow", 0.8, 0.02), 400)
         steps = decoding.text(PERFECT, 400)
@@ -190,7 +175,7 @@ def clock() -> Iterator[Clock]:
         """A forward pass takes 2 ms, and 2 % more for each further node."""
         clock.let_pass(2e-3 * (1 + 0.02 * (states[0].shape[1] - 1)))
 
-    with simulated_time() as clock, backbone("shallow").layers[0].register_forward_pre_hook(tick):
+    with simulating() as clock, backbone("shallow").layers[0].register_forward_pre_hook(tick):
         yield clock
 
 

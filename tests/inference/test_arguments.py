@@ -14,9 +14,7 @@ from tables import with_tables
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
+from headstart import Backbone, SpeculativeModel, TreeShape
 
 BESIDE = {
     "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "tokenizer", "assistant_tokenizer", "logits_to_keep",
@@ -79,22 +77,19 @@ def test_refused_in_one_line_that_names_it(of: SpeculativeModel, case: Case) -> 
 # Options that ``generate`` refuses, each with a line that names it; the model is left unchanged.
 
 
-@pytest.mark.parametrize(
-    "options,named",
-    [
-        ({"num_beams": 3, "do_sample": True}, "num_beams"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 3, 4, 9, 10, 11, 12]])}, "position_ids other than"),
-        ({"token_type_ids": torch.zeros(1, 9, dtype=torch.long)}, "token_type_ids"),
-        ({"is_causal": True}, "is_causal"),
-        ({"cache_implementation": "quantized"}, "quanto|cache_implementation='quantized'"),
-        ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
-        ({"do_sample": True, "seed": [1, 2, 3]}, "seed"),
-        ({"batch_size": 0}, "batch.*at least 1; got 0"),
-        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
-        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0]])}, "left"),
-        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1, 1]])}, "left"),
-    ],
-)
+@pytest.mark.parametrize("options,named", [
+    ({"num_beams": 3, "do_sample": True}, "num_beams"),
+    ({"position_ids": torch.tensor([[0, 1, 2, 3, 4, 9, 10, 11, 12]])}, "position_ids other than"),
+    ({"token_type_ids": torch.zeros(1, 9, dtype=torch.long)}, "token_type_ids"),
+    ({"is_causal": True}, "is_causal"),
+    ({"cache_implementation": "quantized"}, "quanto|cache_implementation='quantized'"),
+    ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+    ({"do_sample": True, "seed": [1, 2, 3]}, "seed"),
+    ({"batch_size": 0}, "batch.*at least 1; got 0"),
+    ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
+    ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0]])}, "left"),
+    ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1, 1]])}, "left"),
+])  # fmt: skip
 def test_refusals(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         say(heads("llama", "medusa"), ROW | options, max_new_tokens=9)
@@ -122,13 +117,10 @@ def writes_sounds() -> transformers.PreTrainedModel:
     return transformers.MusicgenForCausalLM(transformers.MusicgenDecoderConfig(**sizes))
 
 
-@pytest.mark.parametrize(
-    "made, said",
-    [
-        (writes_sounds, "MusicgenForCausalLM does not name embeddings for text, or several"),
-        (needs_an_image, "Kosmos2ForConditionalGeneration does not read text alone .You have to specify either `pixel_values` or"),
-    ],
-)
+@pytest.mark.parametrize("made, said", [
+    (writes_sounds, "MusicgenForCausalLM does not name embeddings for text, or several"),
+    (needs_an_image, "Kosmos2ForConditionalGeneration does not read text alone .You have to specify either `pixel_values` or"),
+])  # fmt: skip
 def test_models_of_other_things_than_text(made: Callable[[], transformers.PreTrainedModel], said: str) -> None:
     for trees in (True, False):
         refuses(said, Backbone, made().eval(), trees=trees)

@@ -11,13 +11,11 @@ from shrink import model_of, shrink
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.heads.backbone.tree_attention import MAX_EXACT, MAX_QUERIES, attend, attend_as_queries, tree_attention
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.heads.layers.rows import STEP, grown
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 
 
 def audit(decoder: Decoder, on: Backbone) -> None:

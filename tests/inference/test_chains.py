@@ -9,7 +9,7 @@ from architectures import CHAINS, of_transformers
 from families import Scripted, left_padded, prompts, say, tiny, unpadded
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel
 from headstart.heads.backbone.chain_cache import MOST_PENDING, ChainRow, copied, mixers_of
 from headstart.heads.backbone.probes import layer_kinds
 from headstart.inference.capture.capture import Capturer
@@ -18,7 +18,6 @@ from headstart.inference.engine.judge import Judge, Text
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.reader import ChainReader
 from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, chain
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.policy import Policy
 from headstart.support.errors import UserError
 
@@ -40,9 +39,7 @@ def alone(on: Backbone, row: Tensor, **options: Any) -> list[int]:
 def passes(on: Backbone) -> tuple[list[int], Any]:
     """The numbers of tokens of the passes from here on; and the handle of the hook that counts them."""
     found: list[int] = []
-    return found, on.base.register_forward_pre_hook(
-        lambda module, args, kwargs: found.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    return found, on.base.register_forward_pre_hook(lambda module, args, given: found.append(given["input_ids"].shape[1]), with_kwargs=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import talker
+from errors import refuses
 from families import DRAFTERS, VOCAB, backbone, build, heads, left_padded, prompts, random_drafter, say, texts, tiny
 from test_rotary import TURN
 from test_rotary import heads as turning
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, StaticCache
 
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.cli.conversation import Chat, Painter
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import CACHE, end_tokens
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Ended, Progress, Prompt, Queue, Settings, continue_text, stream
 from headstart.inference.steps import Tally
 from headstart.support.errors import UserError
@@ -34,12 +33,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     read = Backbone.read
 
-    def noted(
-        self: Backbone, tokens_BT: Tensor, cache: Any = None, positions: Any = None, mask: Any = None, *rest: Any, **more: Any
-    ) -> Any:
+    def noted(self: Backbone, tokens_BT: Tensor, cache: Any = None, positions: Any = None, mask: Any = None, *end: Any, **more: Any) -> Any:
         if mask is None and self.num_layers > 2:
             seen.append(tokens_BT.shape[1])
-        return read(self, tokens_BT, cache, positions, mask, *rest, **more)
+        return read(self, tokens_BT, cache, positions, mask, *end, **more)
 
     monkeypatch.setattr(Backbone, "read", noted)
     return seen
@@ -207,10 +204,8 @@ def test_other_caches_that_hold_something_are_refused_in_one_line() -> None:
         say(of, row(ids), past_key_values=cache, **HOW)
     with pytest.raises(UserError, match=f"{CACHE} is a Rounding; give a DynamicCache, or an empty StaticCache"):
         say(of, row(ids), past_key_values=type("Rounding", (DynamicCache,), {})(), **HOW)
-    with pytest.raises(
-        UserError, match="the prompt of row 0 has no token .attention_mask is 0.; give it a first token, or leave the row out"
-    ):
-        say(of, {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}, **HOW)
+    said = "the prompt of row 0 has no token .attention_mask is 0.; give it a first token, or leave the row out"
+    refuses(said, say, of, {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}, **HOW)
 
 
 # A queue of prompts decoded in a full batch gives each prompt's own text, and hands it out when it ends.

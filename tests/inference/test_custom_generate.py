@@ -18,15 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headstart
+from headstart import Backbone, TreeShape
 from headstart.cli.arguments import PROPOSERS
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.card import METADATA
 from headstart.inference.custom_generate import kept
 from headstart.inference.engine.proposer import NAMES
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import GenerateOutput
-from headstart.support.errors import UserError
 
 LENGTH = 12
 
@@ -64,8 +62,7 @@ def test_it_writes_what_the_model_writes_alone(model: PreTrainedModel, folders: 
     stopped = carried(model, folder, ROW, eos_token_id=eos, streamer=(noted := Noted()))
     assert torch.equal(stopped, model.generate(**ROW, max_new_tokens=LENGTH, do_sample=False, eos_token_id=eos))
     assert torch.equal(torch.cat([part.flatten() for part in noted.got]), stopped[0]) and noted.ended == 1
-    with pytest.raises(UserError, match="tree is 'auto' or a TreeShape"):
-        carried(model, folder, tree=3)
+    refuses("tree is 'auto' or a TreeShape", carried, model, folder, tree=3)
 
 
 def test_heads_are_loaded_once_and_again_when_they_change(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -135,21 +132,16 @@ def test_heads_of_another_model_and_damaged_heads(model: PreTrainedModel, folder
     refuses("with other weights", carried, other, folders["medusa"])
     plain = other.generate(**ROWS, max_new_tokens=LENGTH, do_sample=False)
     assert torch.equal(carried(other, folders["medusa"], allow_finetuned=True), plain)
-    with pytest.raises(UserError, match="hidden_size|model_type"):
-        carried(tiny("gpt2"), folders["medusa"])
+    refuses("hidden_size|model_type", carried, tiny("gpt2"), folders["medusa"])
     shutil.copytree(folders["medusa"], tmp_path / "damaged")
     card = json.loads((tmp_path / "damaged" / METADATA).read_text())
     (tmp_path / "damaged" / METADATA).write_text(json.dumps(card | {"format": 99}))
-    with pytest.raises(UserError, match="format 99"):
-        carried(model, tmp_path / "damaged")
+    refuses("format 99", carried, model, tmp_path / "damaged")
     (tmp_path / "damaged" / METADATA).unlink()
-    with pytest.raises(UserError, match=f"no {METADATA}"):
-        carried(model, tmp_path / "damaged")
+    refuses(f"no {METADATA}", carried, model, tmp_path / "damaged")
 
 
-def test_without_headstart_it_says_what_is_missing(
-    model: PreTrainedModel, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_headstart_it_says_what_lacks(model: PreTrainedModel, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "headstart", None)
     with pytest.raises(ImportError, match="pip install headstart") as caught:
         carried(model, folders["medusa"])
@@ -164,8 +156,7 @@ def test_a_draft_model_loaded_as_a_model_generates_alone(folders: dict[str, Path
     assert "generate" in vars(trusted)
     assert torch.equal(trusted.generate(**ROWS, **options), alone.generate(**ROWS, **options))
     model = heads("llama", "medusa").backbone.model
-    with pytest.raises(UserError, match="pass it as heads="):
-        headstart.custom_generate(model, None, {})
+    refuses("pass it as heads=", headstart.custom_generate, model, None, {})
 
 
 # What drafts without training is loaded in Python by the names that the command line has.
@@ -179,17 +170,13 @@ def test_the_command_line_has_the_same_names() -> None:
     assert all(f'| `--propose {name}` | `proposers="{name}"` |' in page for name in NAMES)
 
 
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [
-        ({"proposers": "suffix"}, ["suffix"]),
-        ({"proposers": ("suffix", "recycling", "suffix")}, ["suffix", "recycling"]),
-        ({"proposers": ["history", SuffixProposer()]}, ["history", "suffix"]),
-        ({"proposers": tuple(NAMES), "early_exit": 2}, list(NAMES)),
-        ({"draft_model": tiny("llama", num_hidden_layers=2)}, []),
-    ],
-    ids=["one", "two", "mixed", "all and early exit", "a loaded draft model"],
-)
+@pytest.mark.parametrize(("given", "names"), [
+    ({"proposers": "suffix"}, ["suffix"]),
+    ({"proposers": ("suffix", "recycling", "suffix")}, ["suffix", "recycling"]),
+    ({"proposers": ["history", SuffixProposer()]}, ["history", "suffix"]),
+    ({"proposers": tuple(NAMES), "early_exit": 2}, list(NAMES)),
+    ({"draft_model": tiny("llama", num_hidden_layers=2)}, []),
+], ids=["one", "two", "mixed", "all and early exit", "a loaded draft model"])  # fmt: skip
 def test_by_name_in_python(given: dict[str, Any], names: list[str]) -> None:
     model = tiny("llama")
     heads = headstart.load(None, backbone=model, **given)
@@ -208,14 +195,11 @@ def test_a_draft_model_from_a_folder_and_one_in_training(tmp_path: Path) -> None
     assert state(small) == before, "the draft model is the user's too"
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"proposers": ("suffix", "sufix")}, "no proposer 'sufix'; choose any of suffix, recycling, history"),
-        ({"early_exit": LAYERS + 1}, f"early exit.layers is from 1 to {LAYERS}"),
-        ({"draft_model": "/nowhere"}, "draft model: no backbone at '/nowhere'"),
-        ({"draft_model": tiny("llama", vocab_size=70)}, "70"),
-    ],
-)
+@pytest.mark.parametrize(("given", "named"), [
+    ({"proposers": ("suffix", "sufix")}, "no proposer 'sufix'; choose any of suffix, recycling, history"),
+    ({"early_exit": LAYERS + 1}, f"early exit.layers is from 1 to {LAYERS}"),
+    ({"draft_model": "/nowhere"}, "draft model: no backbone at '/nowhere'"),
+    ({"draft_model": tiny("llama", vocab_size=70)}, "70"),
+])  # fmt: skip
 def test_mistakes_are_one_line(given: dict[str, Any], named: str) -> None:
     refuses(named, headstart.load, None, backbone=tiny("llama"), **given)

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of, refuses
+from errors import error_of, output_of, refuses
 from families import VOCAB, Scripted, backbone, heads, left_padded, prompts, say, tiny, unpadded
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
 import headstart
-from headstart.cli.main import main
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
-from headstart.support.errors import UserError
+from headstart import SpeculativeModel, TreeShape
 
 ROW, ROWS = left_padded(prompts((9,))), left_padded(prompts((9, 4, 6)))
 LENGTH = 24
@@ -228,30 +225,25 @@ def test_a_matcher_that_gave_up_is_one_line_and_the_next_call_begins_anew() -> N
     assert torch.equal(say(heads("shallow", "eagle3", "off"), ROW, **HOW, logits_processor=processors), truth)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "got neither: give one of them"),
-        ({"regex": "a", "json_schema": {}}, "got both: give one of them"),
-        ({"regex": "(a"}, r"the regular expression '\(a' cannot be used \(unclosed group\)"),
-        ({"json_schema": {"type": "strin"}}, r"the JSON schema cannot be used \(Invalid type: strin\)"),
-        ({"json_schema": {"unevaluatedItems": 1}}, "Unimplemented keys"),
-        ({"json_schema": '{"type": '}, r"the JSON schema is not JSON \(Expecting value: line 1 column 10"),
-        ({"json_schema": [1]}, "the JSON schema cannot be used .schema must be an object or boolean"),
-        ({"json_schema": {"enum": {1}}}, "the JSON schema is not JSON .Object of type set"),
-        ({"regex": "a", "end_tokens": []}, "has no end token"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({}, "got neither: give one of them"),
+    ({"regex": "a", "json_schema": {}}, "got both: give one of them"),
+    ({"regex": "(a"}, r"the regular expression '\(a' cannot be used \(unclosed group\)"),
+    ({"json_schema": {"type": "strin"}}, r"the JSON schema cannot be used \(Invalid type: strin\)"),
+    ({"json_schema": {"unevaluatedItems": 1}}, "Unimplemented keys"),
+    ({"json_schema": '{"type": '}, r"the JSON schema is not JSON \(Expecting value: line 1 column 10"),
+    ({"json_schema": [1]}, "the JSON schema cannot be used .schema must be an object or boolean"),
+    ({"json_schema": {"enum": {1}}}, "the JSON schema is not JSON .Object of type set"),
+    ({"regex": "a", "end_tokens": []}, "has no end token"),
+])  # fmt: skip
 def test_what_cannot_be_used_is_one_line(arguments: dict[str, Any], message: str) -> None:
     refuses(message, headstart.grammar, tokenizer(), **arguments)
 
 
 def test_a_missing_package_or_end_token_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="has no end token"):
-        headstart.grammar(tokenizer(end=None), regex="a")
+    refuses("has no end token", headstart.grammar, tokenizer(end=None), regex="a")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UserError, match=r"llguidance, which is not installed; run: pip install 'headstart\[grammar\]'"):
-        headstart.grammar(tokenizer(), regex="a")
+    refuses(r"llguidance, which is not installed; run: pip install 'headstart\[grammar\]'", headstart.grammar, tokenizer(), regex="a")
 
 
 def test_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,8 +257,7 @@ def test_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for asked, kind in ((["--json-schema", str(schema)], "schema"), (["--regex", GRAMMARS["regex"]["regex"]], "regex")):
         texts = []
         for drafting in (["--propose", "suffix", "recycling"], ["--no-draft"]):
-            assert main([*generate, "name", *asked, *drafting]) == 0
-            texts.append(capsys.readouterr().out.strip())
+            texts.append(output_of(capsys, *generate, "name", *asked, *drafting).strip())
         assert texts[0] == texts[1] and fits(kind, texts[0])
     for asked, said in (
         (["--regex", "(a"], "unclosed group"), (["--json-schema", str(tmp_path / "none")], "--json-schema"),

@@ -9,9 +9,7 @@ from families import DRAFTERS, ROW, Noted, Scripted, backbone, heads, left_padde
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
+from headstart import Backbone, SpeculativeModel, TreeShape
 
 LENGTH = 25
 
@@ -165,17 +163,10 @@ def test_past_the_stated_context() -> None:
     assert torch.equal(say(of, row, max_new_tokens=30, do_sample=False), truth)
 
 
-@pytest.mark.parametrize(
-    "options,tau",
-    [
-        ({"tree": TreeShape(3, 1, 2)}, 3),
-        ({"tree": TreeShape(200, 61)}, 5),
-        ({"tree": TreeShape(1)}, 1),
-        ({"tree": TreeShape(5, 1, 99)}, 5),
-        ({"speculate": False}, 1),
-        ({"timed": True, "tree": TreeShape()}, 5),
-    ],
-)
+@pytest.mark.parametrize("options,tau", [
+    ({"tree": TreeShape(3, 1, 2)}, 3), ({"tree": TreeShape(200, 61)}, 5), ({"tree": TreeShape(1)}, 1),
+    ({"tree": TreeShape(5, 1, 99)}, 5), ({"speculate": False}, 1), ({"timed": True, "tree": TreeShape()}, 5),
+])  # fmt: skip
 def test_trees_and_plain_decoding(oracle: SpeculativeModel, truth: list[int], options: dict[str, Any], tau: int) -> None:
     """The 30 tokens after the first are whole passes of 1, 3 or 5 tokens."""
     out = say(oracle, ROW, max_new_tokens=31, return_dict_in_generate=True, **options)

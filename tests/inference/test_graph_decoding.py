@@ -17,13 +17,11 @@ from recorded import Recorded, cpu_as_accelerator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter
+from headstart import Backbone, Drafter, SpeculativeModel
 from headstart.inference.capture.capture import CaptureReport
 from headstart.inference.capture.captured import Captured
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.tree import CandidateTree, TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.policy import Draft, Policy
 
 SMALLER = {"draft_vocab_size": 20}

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, refuses, report_of
 from families import Scripted, random_drafter, say, texts, unpadded
 from image_models import FAMILIES, IMAGE, LAST, Picture, batch_of, image_backbone, image_model, make_image_model, prompt_of
 from PIL import Image
 from torch import Tensor
 from transformers import DynamicCache
 
+from headstart import Backbone, SpeculativeModel, TreeShape, load_backbone
 from headstart.chat.images import ImagePrompter, read_image
-from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import image_reader, load_processor
 from headstart.inference.capture.capture import warn_once
 from headstart.inference.engine.inputs import read_images
@@ -26,8 +25,6 @@ from headstart.inference.engine.judge import Rounding
 from headstart.inference.engine.proposer import made
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 TREE = TreeShape(8, 3)
@@ -89,11 +86,9 @@ def test_a_conversation_continues_behind_its_images(family: str) -> None:
     ids = torch.cat([first, texts(1, 5, 9).clamp(max=LAST)], 1)
     second = model.generate(**also_written(prompt, ids), **HOW)
     assert torch.equal(say(of, also_written(prompt, ids, pictures=False), past_key_values=cache, tree=TREE, **HOW), second)
-    with pytest.raises(UserError, match="not read after what a"):
-        say(of, also_written(prompt, ids), past_key_values=cache, **HOW)
+    refuses("not read after what a", say, of, also_written(prompt, ids), past_key_values=cache, **HOW)
     other = torch.cat([prompt["input_ids"][:, :6], ids[:, 5:]], 1)  # another text before the last image
-    with pytest.raises(UserError, match="places for image input that is not given"):
-        say(of, also_written(prompt, other, pictures=False), past_key_values=cache, **HOW)
+    refuses("places for image input that is not given", say, of, also_written(prompt, other, pictures=False), past_key_values=cache, **HOW)
 
 
 def test_passes_that_are_traced_take_the_positions_behind_images() -> None:
@@ -136,19 +131,15 @@ def test_heads_say_once_that_they_have_seen_no_images(caplog: pytest.LogCaptureF
     assert caplog.text.count("have seen no images in training") == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"input_ids": texts(1, 9).clamp(max=LAST)}, "places for {'image': 0} features, the images {'image': 4}"),
-        ({"pixel_values": None, "pixel_attention_mask": None}, "has 4 tokens 60, places for image input that is not given"),
-        ({"input_ids": torch.tensor([[3, 4, *[IMAGE] * 4]])}, "the prompt ends with an image"),
-        ({"num_beams": 2}, "images are not read in a beam search"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"input_ids": texts(1, 9).clamp(max=LAST)}, "places for {'image': 0} features, the images {'image': 4}"),
+    ({"pixel_values": None, "pixel_attention_mask": None}, "has 4 tokens 60, places for image input that is not given"),
+    ({"input_ids": torch.tensor([[3, 4, *[IMAGE] * 4]])}, "the prompt ends with an image"),
+    ({"num_beams": 2}, "images are not read in a beam search"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
     prompt = {name: value for name, value in (prompt_of("smolvlm", ONE) | changes).items() if value is not None}
-    with pytest.raises(UserError, match=said):
-        say(drafting("smolvlm"), prompt | {"attention_mask": torch.ones_like(prompt["input_ids"])}, **HOW)
+    refuses(said, say, drafting("smolvlm"), prompt | {"attention_mask": torch.ones_like(prompt["input_ids"])}, **HOW)
 
 
 @pytest.fixture(scope="module")
@@ -183,12 +174,11 @@ def test_generate_and_chat_with_images(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(folder)
     pictures = ["red.png", "grey.png"]
     url = "data:image/png;base64," + base64.b64encode((folder / "grey.png").read_bytes()).decode()
-    assert main(["generate", *ARGUMENTS, "--image", "red.png", "--image", url, "What is this?", "--json", "one.json"]) == 0
-    written = json.loads((folder / "one.json").read_text())["text"]
+    written = report_of(folder, "generate", *ARGUMENTS, "--image", "red.png", "--image", url, "What is this?")["text"]
     assert written == by_hand([("user", "What is this?")], pictures) != by_hand([("user", "What is this?")], pictures[::-1])
     stdin("What is this?\nAnd now?\n/reset\nAnd now?\n")
-    assert main(["chat", *ARGUMENTS, "--image", "red.png", "--json", "chat.json"]) == 0
-    first, second, again = [answer["answer"] for answer in json.loads((folder / "chat.json").read_text())["answers"]]
+    answers = report_of(folder, "chat", *ARGUMENTS, "--image", "red.png")["answers"]
+    first, second, again = [answer["answer"] for answer in answers]
     assert first == by_hand([("user", "What is this?")], ["red.png"])
     assert second == by_hand([("user", "What is this?"), ("assistant", first), ("user", "And now?")], ["red.png"])
     assert again == by_hand([("user", "And now?")], ["red.png"])
@@ -196,9 +186,8 @@ def test_generate_and_chat_with_images(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_bench_judges_texts_about_images(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
-    how = ["--image", "red.png", "--prompts", "prompts.jsonl", "--rounds", "1", "--temperature", "0", "1", "--json", "report.json"]
-    assert main(["bench", *ARGUMENTS, *how]) == 0
-    report = json.loads((folder / "report.json").read_text())
+    how = ["--image", "red.png", "--prompts", "prompts.jsonl", "--rounds", "1", "--temperature", "0", "1"]
+    report = report_of(folder, "bench", *ARGUMENTS, *how)
     assert report["verdict"] == "identical" and all(row["identical_to_transformers"] for row in report["results"] if not row["temperature"])
     assert "without transformers' assisted decoding" in error_of(capsys, "bench", *ARGUMENTS, *how, "--prompt-lookup")
 
@@ -206,22 +195,17 @@ def test_bench_judges_texts_about_images(folder: Path, monkeypatch: pytest.Monke
 def test_bench_asks_rows_with_their_own_images(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
     part = {"type": "image", "image": "grey.png"}
+    talk = [{"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}, {"role": "assistant", "content": "x"}]
     rows = [
-        {
-            "messages": [
-                {"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]},
-                {"role": "assistant", "content": "x"},
-            ]
-        },
+        {"messages": talk},
         {"question": "What is this?", "image": "red.png"},
         {"conversations": [{"from": "human", "value": "<image>What is this?"}], "images": ["red.png"]},
         {"question": "What is this?"},
     ]
-    pictures, how = (["grey.png"], ["red.png"], ["red.png"], []), ["--rounds", "1", "--temperature", "0", "--json", "rows.json"]
+    pictures, how = (["grey.png"], ["red.png"], ["red.png"], []), ["--rounds", "1", "--temperature", "0"]
     for number, (row, given) in enumerate(zip(rows, pictures, strict=True)):
         (folder / "row.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(rows[3 - number]) + "\n")
-        assert main(["bench", *ARGUMENTS, *how, "--prompts", "row.jsonl", "--images"]) == 0
-        report = json.loads((folder / "rows.json").read_text())
+        report = report_of(folder, "bench", *ARGUMENTS, *how, "--prompts", "row.jsonl", "--images")
         written = ["".join(sample["tokens"]) for sample in report["samples"]]
         assert report["verdict"] == "identical" and by_hand([("user", "What is this?")], given) in written, (number, written)
     how += ["--prompts", "row.jsonl"]
@@ -242,28 +226,22 @@ def test_rows_of_the_same_tokens_have_their_own_images(folder: Path, monkeypatch
     assert not prompter.beside(text, torch.device("cpu")) and torch.equal(text, twice), "with one first token"
     for row, said in (({"text": "Some text.", "image": "red.png"}, "to ask a question with them"),
                       ({"question": "An <image>?"}, "has 1 more tokens of images than its images give")):  # fmt: skip
-        with pytest.raises(UserError, match=said):
-            prompter.of_row(row)
+        refuses(said, prompter.of_row, row)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     refusing = ImagePrompter(tokenizer, with_images=True, reader=prompter.reader)
     with pytest.raises(UserError, match="refuses the conversation with images: no; change it, or leave it out"):
         refusing.of_row({"question": "What is this?", "image": "red.png"})
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--image", "none.png"], "--image none.png: there is no such file"),
-        (["--image", "text.png"], "--image text.png cannot be read as an image (Pillow knows no such format)"),
-        (["--image", "https://example.org/a.png"], "--image https://example.org/a.png: nothing is fetched"),
-        (["--image", "data:image/png;base64,?"], "--image data:image/png;base64,? cannot be read as an image"),
-        (["--image", "red.png", "--raw"], "the prompt has 0 places for images (<boi>), and 1 are given"),
-        (["--raw", "an <image>"], "the prompt has 1 tokens 4, places for image input that is not given"),
-    ],
-)
-def test_images_that_cannot_be_read(
-    given: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("given", "said"), [
+    (["--image", "none.png"], "--image none.png: there is no such file"),
+    (["--image", "text.png"], "--image text.png cannot be read as an image (Pillow knows no such format)"),
+    (["--image", "https://example.org/a.png"], "--image https://example.org/a.png: nothing is fetched"),
+    (["--image", "data:image/png;base64,?"], "--image data:image/png;base64,? cannot be read as an image"),
+    (["--image", "red.png", "--raw"], "the prompt has 0 places for images (<boi>), and 1 are given"),
+    (["--raw", "an <image>"], "the prompt has 1 tokens 4, places for image input that is not given"),
+])  # fmt: skip
+def test_images_that_cannot_be_read(given: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(folder)
     assert said in error_of(capsys, "generate", *ARGUMENTS, *given, *([] if given[-1] == "an <image>" else ["What?"]))
 
@@ -278,8 +256,6 @@ def test_the_processors_template_counts(folder: Path) -> None:
 def test_a_model_without_image_settings(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in (folder / "model").glob("*token*"):
         (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(UserError, match="no settings for images|cannot load processor"):
-        load_processor(str(tmp_path))
+    refuses("no settings for images|cannot load processor", load_processor, str(tmp_path))
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(UserError, match="needs Pillow: pip install"):
-        read_image("red.png")
+    refuses("needs Pillow: pip install", read_image, "red.png")

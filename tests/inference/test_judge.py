@@ -7,7 +7,7 @@ from image_models import LAST, Picture, image_backbone, prompt_of
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.inference.bench.judging import Judging
 from headstart.inference.bench.systems import AR, HeadstartSystem, SystemResult
 from headstart.inference.engine import judge as judging
@@ -15,8 +15,6 @@ from headstart.inference.engine.judge import Judge, Rounding, Text
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.reader import Reader
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
 
 PROMPT_T = prompts((11,))[0]
@@ -140,13 +138,9 @@ def test_processors_that_may_be_called_again() -> None:
 def test_texts_of_the_same_tokens_are_judged_with_their_own_images() -> None:
     on, prompts = image_backbone("smolvlm"), [prompt_of("smolvlm", [3, Picture(seed), 4], 1) for seed in range(2)]
     ids = [prompt["input_ids"][0] for prompt in prompts]
-    given = {
-        id(ids_T): {name: value for name, value in prompt.items() if "pixel" in name} for ids_T, prompt in zip(ids, prompts, strict=True)
-    }
+    given = {id(ids_T): {name: one for name, one in prompt.items() if "pixel" in name} for ids_T, prompt in zip(ids, prompts, strict=True)}
     measured = SystemResult(HeadstartSystem(AR, SpeculativeModel(on, capture="off")))
-    measured.prompts, measured.sequences = (
-        {i: [ids_T] for i, ids_T in enumerate(ids)},
-        dict.fromkeys(range(2), [texts(1, 5)[0].clamp(max=LAST)]),
-    )
+    measured.prompts = {i: [ids_T] for i, ids_T in enumerate(ids)}
+    measured.sequences = dict.fromkeys(range(2), [texts(1, 5)[0].clamp(max=LAST)])
     entry = Judging(on, lambda ids_T, _: given[id(ids_T)]).add({"temperature": 0.0}, measured, 0)
     assert torch.equal(*ids) and entry.texts[0].shortfalls != entry.texts[1].shortfalls

@@ -15,22 +15,16 @@ import torch
 from families import build, random_drafter, say
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.inference.engine.noise import BLOCK_POSITIONS, GOLDEN, MAX_BLOCK_VALUES, NoiseBuffer, gumbel, row_seeds
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 FEW = 7
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 SETTINGS: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "vocab_size": FEW,
-}
+}  # fmt: skip
 WARPERS: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_p": 0.85}, {"temperature": 1.6, "top_k": 4, "repetition_penalty": 1.4}]
 
 
@@ -64,9 +58,7 @@ def chi_square(counts: Counter, probs: dict[tuple[int, ...], float], n: int) -> 
     bins = [(o, e) for o, e in bins if e > 0.5]
     statistic = sum((o - e) ** 2 / e for o, e in bins)
     degrees = len(bins) - 1
-    return float(
-        torch.special.gammaincc(torch.tensor(degrees / 2.0, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64))
-    )
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def drawn(of: SpeculativeModel, n: int, length: int, **options: Any) -> Counter:

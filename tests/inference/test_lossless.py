@@ -10,9 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
+from headstart import Backbone, SpeculativeModel, TreeShape
 
 LENGTH = 16
 TREES = {"one node": TreeShape(1), "chain": TreeShape(9, 1), "wide": TreeShape(24, 23, 1), "usual": TreeShape(), "huge": TreeShape(150, 40)}
@@ -39,13 +37,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "bias": {"sequence_bias": {(3,): 2.5, (15, 15): -9.0, (22, 9): 4.0}},
     "own": {"logits_processor": LogitsProcessorList([Superstition()])},
     "all": {
-        "repetition_penalty": 1.3,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[7], [15, 22]],
-        "suppress_tokens": [8],
+        "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[7], [15, 22]], "suppress_tokens": [8],
         "logits_processor": LogitsProcessorList([Superstition()]),
     },
-}
+}  # fmt: skip
 WARPERS: dict[str, dict[str, Any]] = {
     "none": {},
     "usual": {"temperature": 0.7, "top_k": 12, "top_p": 0.9},
@@ -97,9 +92,8 @@ def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
 @pytest.mark.parametrize("sample", [False, True])
 def test_every_drafter_in_every_tree(family: str, manner: str, sample: bool) -> None:
     """A batch of five, and one row alone with its seed; a processor that depends on the history. Captured if greedy."""
-    options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": sample, "repetition_penalty": 1.2} | (
-        {"seed": SEEDS} if sample else {}
-    )
+    seeds: dict[str, Any] = {"seed": SEEDS} if sample else {}
+    options = {"max_new_tokens": LENGTH, "do_sample": sample, "repetition_penalty": 1.2} | seeds
     rows = batch()
     plain = unpadded(say(SpeculativeModel(backbone(family)), rows, **options), rows)
     of = drafting(manner, family, plain, captured=not sample)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say
 
-from headstart.heads.backbone.features import Features
-from headstart.heads.base import Drafter
+from headstart import Drafter, Features, SpeculativeModel
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.captured import void_running
 from headstart.inference.engine.drafter_source import DrafterSource
@@ -15,7 +14,6 @@ from headstart.inference.engine.proposer import Candidates, Proposer
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.source import Rows
 from headstart.inference.engine.tree import Pool, TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.latency import PASS, Costs
 from headstart.inference.policy import Draft, Policy
 

@@ -10,12 +10,10 @@ from recorded import a_logit, a_value, register
 from torch.nn.modules.module import register_module_forward_pre_hook
 from watched import watched
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.inference import runtime
 from headstart.inference.capture.capture import BACKENDS, Capturer
 from headstart.inference.engine.judge import Judge
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "tree": TreeShape(8, 3), "seed": 3}
 

@@ -128,14 +128,10 @@ def texts_of(length: int) -> dict[str, Text]:
     while len(word) < length:
         word = word + word[: len(word) * 5 // 8]
     return {
-        "one token": [0] * length,
-        "periodic": [i % 7 for i in range(length)],
-        "two letters": [draw.randrange(2) for _ in range(length)],
-        "like language": [int(draw.paretovariate(0.8)) % 4000 for _ in range(length)],
-        "nested": word[:length],
-        "never the same": list(range(length)),
-        "halves": [i % (length // 2) for i in range(length)],
-    }
+        "one token": [0] * length, "periodic": [i % 7 for i in range(length)], "two letters": [draw.randrange(2) for _ in range(length)],
+        "like language": [int(draw.paretovariate(0.8)) % 4000 for _ in range(length)], "nested": word[:length],
+        "never the same": list(range(length)), "halves": [i % (length // 2) for i in range(length)],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", texts_of(10))

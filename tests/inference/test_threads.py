@@ -11,9 +11,8 @@ from families import prompts, random_drafter, say, tiny
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 LENGTH, THREADS = 24, 4

@@ -117,14 +117,9 @@ def test_trees_hold_only_what_was_drafted(spread: float) -> None:
 def test_beam_depth_budget_and_vocabulary_bound_the_tree() -> None:
     drafter = Table(5, torch.tensor([2, 3, 5]))
     for shape, room, size, height in (
-        (TreeShape(100, 2, 3), 99, 7, 3),
-        (TreeShape(100, 50, 1), 99, 4, 1),
-        (TreeShape(100, 2), 99, 11, 5),
-        (TreeShape(100, 2, 7), 99, 15, 7),
-        (TreeShape(100, 2, 99), 2, 5, 2),
-        (TreeShape(100, 2, 99), 0, 1, 0),
-        (TreeShape(1), 99, 1, 0),
-    ):
+        (TreeShape(100, 2, 3), 99, 7, 3), (TreeShape(100, 50, 1), 99, 4, 1), (TreeShape(100, 2), 99, 11, 5),
+        (TreeShape(100, 2, 7), 99, 15, 7), (TreeShape(100, 2, 99), 2, 5, 2), (TreeShape(100, 2, 99), 0, 1, 0), (TreeShape(1), 99, 1, 0),
+    ):  # fmt: skip
         tree = grown(drafter, [7], shape, room=room)
         assert (tree.size, tree.height) == (size, height)
         assert set(tree.tokens[0][1:]) <= {2, 3, 5} and tree.tokens[0][0] == 7

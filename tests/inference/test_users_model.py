@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from errors import refuses
 from families import ROW, ROWS, Noted, in_training, prompts, random_drafter, say, state, tiny
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.generate import SpeculativeModel
+from headstart import Backbone, SpeculativeModel
 from headstart.support.errors import UserError
 
 
@@ -50,12 +50,9 @@ class Raising(BaseStreamer, LogitsProcessor, StoppingCriteria):
 
 
 CALLS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"do_sample": True, "seed": 1},
-    "plain": {"speculate": False},
-    "scores": {"return_dict_in_generate": True, "output_scores": True},
-    "beams": {"num_beams": 2},
-}
+    "greedy": {}, "sampled": {"do_sample": True, "seed": 1}, "plain": {"speculate": False},
+    "scores": {"return_dict_in_generate": True, "output_scores": True}, "beams": {"num_beams": 2},
+}  # fmt: skip
 
 
 def test_loading_and_calls_leave_the_model_as_it_was(saved: Path) -> None:
@@ -66,8 +63,7 @@ def test_loading_and_calls_leave_the_model_as_it_was(saved: Path) -> None:
     for options in CALLS.values():
         say(heads, ROWS, max_new_tokens=6, **options)
         assert state(model) == before
-    with pytest.raises(UserError, match="num_beam_groups|penalty_alpha"):
-        say(heads, ROW, max_new_tokens=4, penalty_alpha=0.6, top_k=4)
+    refuses("num_beam_groups|penalty_alpha", say, heads, ROW, max_new_tokens=4, penalty_alpha=0.6, top_k=4)
     assert state(model) == before
 
 
@@ -196,8 +192,7 @@ def test_hooks_of_the_users_own_act_as_they_do_without_heads() -> None:
     handle.remove()
     assert torch.equal(say(heads, ROW, max_new_tokens=16), first)
     handle = model.register_forward_hook(lambda model, args, output: output)
-    with pytest.raises(UserError, match="hooks on the model as a whole"):
-        say(heads, ROW, max_new_tokens=4)
+    refuses("hooks on the model as a whole", say, heads, ROW, max_new_tokens=4)
     handle.remove()
     model.forward = lambda *args, own=model.forward, **options: own(*args, **options)  # as accelerate wraps it
     assert torch.equal(say(heads, ROW, max_new_tokens=16), first)
@@ -236,8 +231,7 @@ def test_what_was_replaced_is_noticed() -> None:
     model = tiny("shallow")
     heads = headstart.load(None, backbone=model)
     model.resize_token_embeddings(80)
-    with pytest.raises(UserError, match="replaced or resized since heads were loaded; load them anew"):
-        say(heads, ROW, max_new_tokens=4)
+    refuses("replaced or resized since heads were loaded; load them anew", say, heads, ROW, max_new_tokens=4)
     say(headstart.load(None, backbone=model), ROW, max_new_tokens=4)
 
 
@@ -257,8 +251,7 @@ def test_unloading(saved: Path) -> None:
         text = say(heads, ROW, max_new_tokens=8, streamer=(noted := Noted()))
         assert len(noted.got) == 9
     assert state(model) == before and heads.drafter is None
-    with pytest.raises(UserError, match="these heads were unloaded; load them again"):
-        say(heads, ROW, max_new_tokens=8)
+    refuses("these heads were unloaded; load them again", say, heads, ROW, max_new_tokens=8)
     with pytest.raises(ZeroDivisionError), headstart.load(saved, backbone=model) as heads:
         assert torch.equal(say(heads, ROW, max_new_tokens=8), text)
         say(heads, ROW, max_new_tokens=8 // 0)

@@ -16,10 +16,8 @@ from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.streamers import BaseStreamer
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.inference.engine.proposer import made
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 ENDS: dict[str, Any] = {"eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60}

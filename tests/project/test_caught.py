@@ -133,18 +133,7 @@ def faulty(copy: Path, fault: Fault) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: re.sub(r"\W+", "-", fault.name))
 def test_faults_are_caught(faulty: Path, fault: Fault) -> None:
-    command = [
-        sys.executable,
-        "-B",
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-m",
-        "not slow",
-        "-p",
-        "no:cacheprovider",
-        *(f"tests/{test}" for test in fault.tests.split()),
-    ]
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
+    command += [f"tests/{test}" for test in fault.tests.split()]
     done = subprocess.run(command, cwd=faulty, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout[-2000:]  # 1: tests ran, and some failed

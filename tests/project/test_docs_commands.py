@@ -15,12 +15,11 @@ import pytest
 import torch
 from documented import NOT_RUN, PAGES, ROOT, blocks, clear, commands, make_home, reason_not_run, shorter
 
+from headstart import load_backbone, load_recipe
 from headstart.cli.main import _parser, main
-from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.methods import build_drafter, methods
 from headstart.serving.engines import ENGINES, TABLE, Support
 from headstart.support.hub import resolve
-from headstart.training.recipe.recipe import load_recipe
 
 FAST = ('headstart generate --heads out/mine "Why is the sky blue?"',)
 ALL = commands()
@@ -51,9 +50,7 @@ def test_they_parse() -> None:
 
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("line", [pytest.param(line, marks=() if line in FAST else pytest.mark.slow) for line in ALL])
-def test_it_runs(
-    line: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdin: Callable[[str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_runs(line: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdin: Callable[[str], None], capsys: Any) -> None:
     if (reason := reason_not_run(line)) is not None:
         pytest.skip(f"parsed only: {reason}")
     place = tmp_path / "place"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from errors import report_of
 from exported import KINDS, make_home
 from families import heads, say
 from random_calls import draw
@@ -86,10 +87,9 @@ def keys(value: Any) -> Any:
 
 
 def test_report_of_bench(tmp_path: Path) -> None:
-    out = tmp_path / "report.json"
     options = ["--limit", "2", "--max-new-tokens", "6", "--nodes", "6", "--rounds", "1", "--capture", "off", "--no-compile"]
-    assert main(["bench", "--heads", "embedded", "--prompts", "recipes/quickstart/prompts.jsonl", *options, "--json", str(out)]) == 0
-    compare("bench", keys(json.loads(out.read_text())))
+    report = report_of(tmp_path, "bench", "--heads", "embedded", "--prompts", "recipes/quickstart/prompts.jsonl", *options)
+    compare("bench", keys(report))
 
 
 def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

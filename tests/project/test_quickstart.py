@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refuses
 from families import tiny
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart import Backbone, SpeculativeModel, TreeShape, load_backbone, load_tokenizer
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.heads.methods import build_drafter
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import HEADS, resolve, resolve_heads
@@ -90,8 +89,7 @@ def test_heads_ship_with_it_and_accept_most_drafts(backbone: Backbone, name: str
 
 
 def test_other_names_of_shipped_heads_are_refused(backbone: Backbone) -> None:
-    with pytest.raises(UserError, match="no heads 'embedded-medusa' ship .*; embedded, embedded-mlp, smollm2 do"):
-        headstart.load("embedded-medusa", backbone)
+    refuses("no heads 'embedded-medusa' ship .*; embedded, embedded-mlp, smollm2 do", headstart.load, "embedded-medusa", backbone)
     assert resolve_heads("embedded-lab/eagle3") is None, "a hub id"
 
 
@@ -157,8 +155,7 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
     Path("smollm2").mkdir()
     assert read_metadata("smollm2")[0].resolve() == ROOT / "recipes" / "smollm2" / "heads"
     Path("smollm2/headstart.json").write_text("{}")
-    with pytest.raises(UserError, match="smollm2/headstart.json is damaged"):
-        read_metadata("smollm2")
+    refuses("smollm2/headstart.json is damaged", read_metadata, "smollm2")
 
 
 def test_another_model_is_refused_in_one_line() -> None:
@@ -169,8 +166,7 @@ def test_another_model_is_refused_in_one_line() -> None:
 @pytest.mark.slow
 def test_they_draft_on_a_model_of_that_shape() -> None:
     on = model()
-    with pytest.raises(UserError, match="of that shape with other weights"):
-        headstart.load("smollm2", on)
+    refuses("of that shape with other weights", headstart.load, "smollm2", on)
     heads = headstart.load("smollm2", on, allow_finetuned=True, capture="off")
     ids = torch.arange(100, 120)[None]
     alone = on.generate(ids, max_new_tokens=8, do_sample=False)
@@ -241,9 +237,6 @@ def test_show_puts_each_pass_in_brackets() -> None:
         assert str(shown).count("[") >= len(shown.passes) and "pass 1:" in shown._repr_html_()
         lines = drawn(shown.tree(1))
         assert lines.count("\n") == len(shown.trees[0].tokens) + 1 and lines.count("✓") == len(shown.passes[1]) - 1 and "→" in lines
-        with pytest.raises(UserError, match="there is no pass 99"):
-            shown.tree(99)
-    with pytest.raises(UserError, match="there is no row 2; the output has 2"):
-        headstart.show(out, tokenizer, 2)
-    with pytest.raises(UserError, match="return_dict_in_generate"):
-        headstart.show(backbone.model.generate(**inputs, **arguments), tokenizer)
+        refuses("there is no pass 99", shown.tree, 99)
+    refuses("there is no row 2; the output has 2", headstart.show, out, tokenizer, 2)
+    refuses("return_dict_in_generate", headstart.show, backbone.model.generate(**inputs, **arguments), tokenizer)

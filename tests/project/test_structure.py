@@ -12,7 +12,7 @@ from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, siz
 
 LIMITS = {"files": 210, "lines": 37_468, "lines of code": 26_612}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_852, "lines of code": 2_136}
-TEST_LIMITS = {"lines": 35_351, "setattr": 57, "setattr of a private name": 0}
+TEST_LIMITS = {"lines": 34_414, "setattr": 57, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files, 38,377 of tests; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262
 before small files were joined to the stories that used them; a plugin of 2,660.
 Taken of 1,500 for every model: chains 258, codes of all types of GGUF file 323 of the plugin, the sweep 17; of 300 for heads that pay: what

@@ -11,9 +11,8 @@ import torch
 from schemes import SCHEMES, save_small, versions
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel
 from headstart.inference.capture.capture import warn_once
-from headstart.inference.generate import SpeculativeModel
 
 PROMPTS, WRITTEN = 4, 40
 SHAPE = headstart.TreeShape(8, 2, 4)

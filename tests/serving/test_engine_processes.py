@@ -10,6 +10,7 @@ import engines_alone
 import pytest
 import torch
 from engines_alone import plain_reader_agrees
+from errors import output_of, refuses
 from families import SIZES, build, random_drafter, tiny
 from gguf_models import write_gguf
 from torch import Tensor
@@ -71,48 +72,38 @@ def test_rounds_of_what_the_driver_recorded(tmp_path: Path, heads: Path, monkeyp
 def test_what_vllm_says_is_one_line(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = str(write_model(tmp_path / "model")), EngineSettings(2, 4)
     write_python(tmp_path, """echo '{"error": "ValueError: no such\\\\n method"}' > "$4" """, monkeypatch)
-    with pytest.raises(UserError, match="^vLLM cannot serve this: ValueError: no such method$"):
-        vllm.draft(heads, model, [[1]], settings)
+    refuses("^vLLM cannot serve this: ValueError: no such method$", vllm.draft, heads, model, [[1]], settings)
     write_python(tmp_path, "echo 'no module named' >&2; echo 'vllm' >&2; exit 3", monkeypatch)
-    with pytest.raises(UserError, match="^vLLM ended with status 3 and without a result: no module named vllm$"):
-        vllm.draft(heads, model, [[1]], settings)
+    refuses("^vLLM ended with status 3 and without a result: no module named vllm$", vllm.draft, heads, model, [[1]], settings)
 
 
 def test_bad_input(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(write_model(tmp_path / "model"))
     monkeypatch.delenv(vllm.VLLM.variable, raising=False)
-    with pytest.raises(UserError, match="vLLM is not installed: run `make engines`"):
-        replace(vllm.VLLM, python=tmp_path / "none").find_python()
+    refuses("vLLM is not installed: run `make engines`", replace(vllm.VLLM, python=tmp_path / "none").find_python)
     monkeypatch.setenv(vllm.VLLM.variable, str(tmp_path / "none"))
-    with pytest.raises(UserError, match="is no file; name the Python"):
-        vllm.draft(heads, model, [[1]], EngineSettings(2, 4))
+    refuses("is no file; name the Python", vllm.draft, heads, model, [[1]], EngineSettings(2, 4))
     write_python(tmp_path, "exit 1", monkeypatch)
-    with pytest.raises(UserError, match="take 69 positions, and the backbone has 64; take shorter prompts"):
-        vllm.draft(heads, model, [[1] * 40], EngineSettings(2, 23))
-    with pytest.raises(UserError, match="config.json: there is no such file"):
-        vllm.speculative_config(tmp_path, 2)
+    refuses("take 69 positions, and the backbone has 64; take shorter prompts", vllm.draft, heads, model, [[1] * 40], EngineSettings(2, 23))
+    refuses("config.json: there is no such file", vllm.speculative_config, tmp_path, 2)
 
 
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "pard_token": 3}, "eagle3"),
-        ({"architectures": ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"]}, "eagle"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 0}}, "dflash"),
-        ({"architectures": ["Qwen3DSparkModel"], "dflash_config": {"mask_token_id": 0}}, "dspark"),
-        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "mlp_speculator"),
-        ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
-        ({"architectures": ["LlamaForCausalLM"], "pard_token": 3}, "draft_model"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "holds domino heads"),
-        ({"hydra_num_heads": 2}, "no method for"),
-    ],
-)
+@pytest.mark.parametrize(("config", "method"), [
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "pard_token": 3}, "eagle3"),
+    ({"architectures": ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"]}, "eagle"),
+    ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 0}}, "dflash"),
+    ({"architectures": ["Qwen3DSparkModel"], "dflash_config": {"mask_token_id": 0}}, "dspark"),
+    ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "mlp_speculator"),
+    ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
+    ({"architectures": ["LlamaForCausalLM"], "pard_token": 3}, "draft_model"),
+    ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "holds domino heads"),
+    ({"hydra_num_heads": 2}, "no method for"),
+])  # fmt: skip
 def test_the_method_of_a_folder(tmp_path: Path, config: dict[str, object], method: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     if " " in method:
-        with pytest.raises(UserError, match=method):
-            vllm.speculative_config(tmp_path, 3)
+        refuses(method, vllm.speculative_config, tmp_path, 3)
         return
     found = vllm.speculative_config(tmp_path, 3)
     assert found.pop("parallel_drafting", False) == ("pard_token" in config)
@@ -249,10 +240,8 @@ def test_an_export_knows_its_heads_and_backbone(on: Backbone, tmp_path: Path, ca
     heads = tmp_path / "heads"
     random_drafter("eagle", on).save_pretrained(heads)
     export(Request(str(heads), "eagle", tmp_path / "out"))
-    assert main(["verify", str(tmp_path / "out")]) == 0
-    assert "drafts are those of the trained heads" in capsys.readouterr().out
+    assert "drafts are those of the trained heads" in output_of(capsys, "verify", str(tmp_path / "out"))
     random_drafter("eagle", on, seed=9).save_pretrained(heads)  # trained on since
     assert recorded(tmp_path / "out")[:2] == (None, on.name)
     assert main(["verify", str(tmp_path / "out")]) == 0  # by the drafts that are stored
-    assert main(["verify", str(tmp_path / "out"), "--heads", str(heads)]) == 1
-    assert "is not as in the original heads" in capsys.readouterr().out
+    assert "is not as in the original heads" in output_of(capsys, "verify", str(tmp_path / "out"), "--heads", str(heads), status=1)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from errors import error_of, report_of
 from exported import D, exported, refused
 from families import VOCAB, prompts, random_drafter
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from headstart.cli.main import main
 from headstart.heads.backbone.adapter import new_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.serving.export import Request, export
@@ -79,9 +79,7 @@ def test_dtype_is_written_and_stated(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name,layout,head", [("medusa-small", "medusa", "{}.2.weight"), ("mlp-small", "mlp-speculator", "speculator.head.{}.weight")]
 )
-def test_truncated_output_layers_are_written_over_the_whole_vocabulary(
-    home: Path, tmp_path: Path, name: str, layout: str, head: str
-) -> None:
+def test_truncated_output_layers_are_written_over_all_tokens(home: Path, tmp_path: Path, name: str, layout: str, head: str) -> None:
     report, config, tensors = exported(home, name, layout, tmp_path / "out")
     stored = load_file(next((home / name).glob("*.safetensors")))
     drafted = stored["t2d"].nonzero().flatten()
@@ -145,12 +143,10 @@ def test_an_adapter_is_merged_or_kept(home: Path, tmp_path: Path) -> None:
 
 def test_the_command(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["export", "--heads", str(home / "eagle3"), "--out", str(tmp_path / "out"), "--to"]
-    assert main([*arguments, "vllm", "--json", str(tmp_path / "report.json")]) == 0
+    assert report_of(tmp_path, *arguments, "vllm")["layout"] == "eagle3"
     printed = capsys.readouterr().out
     assert "layout eagle3" in printed and "vllm serve" in printed and "run in 0.32.0, 0.33.0" in printed
-    assert json.loads((tmp_path / "report.json").read_text())["layout"] == "eagle3"
-    assert main([*arguments, "vllm"]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    error_of(capsys, *arguments, "vllm")
 
 
 # `headstart export --to openvino`: the checkpoint as it is, the lines that convert and use it, and what is refused.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refuses
 from exported import DV, KINDS, D, refused
 from families import random_drafter, tiny
 from safetensors.torch import load_file, save_file
@@ -25,24 +26,21 @@ from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 
 
-@pytest.mark.parametrize(
-    "name,to,parts",
-    [
-        ("eagle3", "vlm", ("unknown format 'vlm'", "'vllm'", "transformers, llama.cpp, openvino, dflash", "eagle4, medusa", "speculators")),
-        ("medusa", "vllm", ("up to version 0.32 only", "TGI reads them", "--to medusa")),
-        ("medusa", "sglang", ("SGLang does not read Medusa", "TGI")),
-        ("mlp", "vllm", ("0.9.2", "TGI")),
-        ("mlp-small", "tgi", ("tie_weights only", "--to mlp-speculator")),
-        ("hydra", "vllm", ("no other engine reads them today", "headstart.load")),
-        ("hydra", "medusa", ("holds Hydra heads", "no engine reads these")),
-        ("eagle", "trtllm", ("1.2.1", "EAGLE-3 only", "vLLM and SGLang read them")),
-        ("domino", "vllm", ("Domino's correction", "SGLang reads them")),
-        ("dspark", "dflash-hf", ("is of DFlash", "dflash, speculators")),
-        ("eagle3", "transformers", ("does not read EAGLE-3",)),
-        ("absent", "vllm", ("no heads at", "not on the hub")),
-        ("backbone", "vllm", ("has no headstart.json",)),
-    ],
-)
+@pytest.mark.parametrize("name,to,parts", [
+    ("eagle3", "vlm", ("unknown format 'vlm'", "'vllm'", "transformers, llama.cpp, openvino, dflash", "eagle4, medusa", "speculators")),
+    ("medusa", "vllm", ("up to version 0.32 only", "TGI reads them", "--to medusa")),
+    ("medusa", "sglang", ("SGLang does not read Medusa", "TGI")),
+    ("mlp", "vllm", ("0.9.2", "TGI")),
+    ("mlp-small", "tgi", ("tie_weights only", "--to mlp-speculator")),
+    ("hydra", "vllm", ("no other engine reads them today", "headstart.load")),
+    ("hydra", "medusa", ("holds Hydra heads", "no engine reads these")),
+    ("eagle", "trtllm", ("1.2.1", "EAGLE-3 only", "vLLM and SGLang read them")),
+    ("domino", "vllm", ("Domino's correction", "SGLang reads them")),
+    ("dspark", "dflash-hf", ("is of DFlash", "dflash, speculators")),
+    ("eagle3", "transformers", ("does not read EAGLE-3",)),
+    ("absent", "vllm", ("no heads at", "not on the hub")),
+    ("backbone", "vllm", ("has no headstart.json",)),
+])  # fmt: skip
 def test_refusals(home: Path, tmp_path: Path, name: str, to: str, parts: tuple[str, ...]) -> None:
     message = refused(home, name, to, tmp_path / "out")
     assert all(part in message for part in parts), message
@@ -54,8 +52,7 @@ def test_folders_and_backbones_that_do_not_fit(home: Path, tmp_path: Path) -> No
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert "not an empty folder" in refused(home, "eagle3", "vllm", tmp_path / "full")
-    with pytest.raises(UserError, match="is a file; give a new folder"):
-        export(Request(str(home / "eagle3"), "vllm", tmp_path / "full" / "file" / "out"))
+    refuses("is a file; give a new folder", export, Request(str(home / "eagle3"), "vllm", tmp_path / "full" / "file" / "out"))
     assert "no backbone at 'nobody/nothing'" in refused(home, "eagle3", "vllm", tmp_path / "out", backbone="nobody/nothing")
     tiny("llama", num_hidden_layers=2).save_pretrained(tmp_path / "other")
     message = refused(home, "eagle3", "vllm", tmp_path / "out", backbone=str(tmp_path / "other"))
@@ -141,8 +138,7 @@ def test_a_layout_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monk
     tensors = {"x": shared, "y": shared, "z": shared[1:2]}
     write(tmp_path / "out", tensors)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "w.safetensors", "w.pt"}
-    with pytest.raises(UserError, match="tensor x holds NaN"):
-        write(tmp_path / "nan", {"x": shared / 0 * 0})
+    refuses("tensor x holds NaN", write, tmp_path / "nan", {"x": shared / 0 * 0})
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"cannot write .*full \(.*No space left.*nothing is written"):
         patch.setattr("headstart.serving.layouts.files.save_file", full)
         write(tmp_path / "full", tensors)

@@ -18,9 +18,7 @@ from plain.folders import read_heads
 from plain.layer import under
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.base import Drafter
-from headstart.inference.generate import load
+from headstart import Backbone, Drafter, load, load_backbone
 from headstart.serving import reading as importer
 from headstart.serving.layouts.files import PROVENANCE, read_files
 from headstart.serving.reading import build, layout_of

@@ -9,7 +9,7 @@ from typing import Any
 import foreign
 import pytest
 import torch
-from errors import error_of, refusal
+from errors import error_of, output_of, refusal, refuses
 from families import VOCAB, random_drafter, tiny
 from foreign import DV, D, Tensors, normal, write
 from safetensors.torch import load_file, save_file
@@ -18,7 +18,6 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.serving.layouts.files import dequantized
 from headstart.serving.reading import Wishes, import_heads
-from headstart.support.errors import UserError
 
 Folder = tuple[dict[str, Any], Tensors]
 
@@ -114,9 +113,7 @@ class Bomb:
         return (Path.touch, (Path("exploded"),))
 
 
-def test_damaged_and_hostile_files(
-    on: Backbone, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_and_hostile_files(on: Backbone, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config, tensors = EAGLE3()
 
@@ -144,9 +141,8 @@ def test_damaged_and_hostile_files(
     assert "no heads at '../no/where': no such folder, and not on the hub" in refused("../no/where", on, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/note").touch()
-    assert "exists and is not an empty folder; give a new one" in error_of(
-        capsys, "import", tmp_path / "cut", "--backbone", on.name, "--out", tmp_path / "full"
-    )
+    error = error_of(capsys, "import", tmp_path / "cut", "--backbone", on.name, "--out", tmp_path / "full")
+    assert "exists and is not an empty folder; give a new one" in error
 
 
 def packed(weight: torch.Tensor, bits: int, scales: tuple[int, int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -183,22 +179,18 @@ def test_what_others_leave_unpacked_is_read(of: str, dtype: torch.dtype) -> None
     assert dequantized(quantised_by_others(format=of), tensors)["a.weight"].tolist() == [[-1.5, 2.0]]
 
 
-@pytest.mark.parametrize(
-    ("changed", "stated", "message"),
-    [
-        ({"a.weight_zero_point": torch.ones(6, 1)}, {}, "zero points or in the order of activations are not read"),
-        ({"a.weight_packed": torch.zeros(6, 4, dtype=torch.int32)}, {}, r"weight_packed \[6, 4\] holds no values of 4 or 8 bits"),
-        ({"a.weight_scale": torch.ones(6, 3)}, {}, r"\[6, 3\] scales do not divide a weight of \[6, 20\] evenly"),
-        ({}, {"quant_method": "gptq", "format": None}, "quantised by gptq; read are compressed-tensors' pack-quantized"),
-        ({}, {"format": "nvfp4-pack-quantized"}, "quantised by compressed-tensors nvfp4-pack-quantized; read are"),
-        ({}, {"transform_config": {"config_groups": {}}}, "with other weights left out or rotated"),
-        ({}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with other weights left out or rotated"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "stated", "message"), [
+    ({"a.weight_zero_point": torch.ones(6, 1)}, {}, "zero points or in the order of activations are not read"),
+    ({"a.weight_packed": torch.zeros(6, 4, dtype=torch.int32)}, {}, r"weight_packed \[6, 4\] holds no values of 4 or 8 bits"),
+    ({"a.weight_scale": torch.ones(6, 3)}, {}, r"\[6, 3\] scales do not divide a weight of \[6, 20\] evenly"),
+    ({}, {"quant_method": "gptq", "format": None}, "quantised by gptq; read are compressed-tensors' pack-quantized"),
+    ({}, {"format": "nvfp4-pack-quantized"}, "quantised by compressed-tensors nvfp4-pack-quantized; read are"),
+    ({}, {"transform_config": {"config_groups": {}}}, "with other weights left out or rotated"),
+    ({}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with other weights left out or rotated"),
+])  # fmt: skip
 def test_what_is_not_read_of_others_is_one_line(changed: dict[str, torch.Tensor], stated: dict[str, Any], message: str) -> None:
     tensors = packed(torch.randn(6, 20), 4, (6, 1))[0] | changed
-    with pytest.raises(UserError, match=message):
-        dequantized(quantised_by_others(**stated), tensors)
+    refuses(message, dequantized, quantised_by_others(**stated), tensors)
 
 
 def test_heads_in_four_bits_are_imported_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +208,6 @@ def test_heads_in_four_bits_are_imported_and_verified(tmp_path: Path, capsys: py
     assert main(["import", str(out), "--backbone", backbone, "--out", str(imported), "--max-new-tokens", "4"]) == 0
     assert "quantised weights became the fp32 weights" in (imported / "headstart.json").read_text()
     found = load_file(imported / "model.safetensors")
-    assert main(["verify", str(out)]) == 1
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "verify", str(out), status=1)
     assert "the folder's weights are quantised (pack-quantized), which changes drafts by itself" in printed and "damaged" not in printed
     assert len(stands_for) == 7 and all(torch.allclose(found[name], weight) for name, weight in stands_for.items())

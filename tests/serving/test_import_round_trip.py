@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 from engines_alone import headstart_drafts, plain_reader_agrees
+from errors import refuses
 from exported import KINDS
 from families import backbone, random_drafter, texts, tiny
 from foreign import write
 
+from headstart import Backbone, Drafter, load
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.heads.warm_start import read_warm_start
-from headstart.inference.generate import load
 from headstart.serving import reading as importer
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.files import PROVENANCE, read_files
@@ -98,21 +97,17 @@ def test_causal_blocks_go_through_speculators_or_as_jetspec(home: Path, on: Back
     found = imported(tmp_path / "out", on)
     assert found.arguments["causal"] and found.taps == (1, 3)
     for to in ("sglang", "dflash-hf", "llama.cpp"):
-        with pytest.raises(UserError, match="causal"):
-            export(Request(str(tmp_path / "heads"), to, tmp_path / to))
+        refuses("causal", export, Request(str(tmp_path / "heads"), to, tmp_path / to))
     line = export(Request(str(tmp_path / "heads"), "vllm", tmp_path / "jetspec"))["launch"]["vllm"]["line"]
     stated = json.loads((tmp_path / "jetspec" / "config.json").read_text())
     assert stated["dflash_config"]["causal"] is True and stated["architectures"] == ["DFlashDraftModel"]
     assert '"method": "dflash"' in line and '"num_speculative_tokens": 4' in line
     random_drafter("block", on, depth=4, causal=True, layers=1).save_pretrained(tmp_path / "dspark")
-    with pytest.raises(UserError, match="causal"):
-        export(Request(str(tmp_path / "dspark"), "vllm", tmp_path / "out-dspark"))
+    refuses("causal", export, Request(str(tmp_path / "dspark"), "vllm", tmp_path / "out-dspark"))
     random_drafter("block", on, depth=4, convolution=True, layers=1).save_pretrained(tmp_path / "mixed")
     for to in ("vllm", "sglang"):
-        with pytest.raises(
-            UserError, match=r"drafter\.convolution=true with drafter\.correction=selector, and either with the other alone"
-        ):
-            export(Request(str(tmp_path / "mixed"), to, tmp_path / "out-mixed"))
+        said = r"drafter\.convolution=true with drafter\.correction=selector, and either with the other alone"
+        refuses(said, export, Request(str(tmp_path / "mixed"), to, tmp_path / "out-mixed"))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +115,7 @@ def test_causal_blocks_go_through_speculators_or_as_jetspec(home: Path, on: Back
     [("vllm", "none", False), ("sglang", "recurrent", False), ("vllm", "markov", False), ("speculators", "none", False),
      ("speculators", "markov", False), ("speculators", "none", True)],
 )  # fmt: skip
-def test_blocks_with_a_window_go_through_the_layouts_of_engines(
-    to: str, correction: str, causal: bool, on: Backbone, tmp_path: Path
-) -> None:
+def test_blocks_with_a_window_go_through_layouts_of_engines(to: str, correction: str, causal: bool, on: Backbone, tmp_path: Path) -> None:
     """The window, and whether blocks are causal, which engines take layers with a window for by default."""
     arguments = {"depth": 4, "correction": correction, "causal": causal, "taps": [1, 3], "sliding_window": 9}
     random_drafter("block", on, **arguments).save_pretrained(tmp_path / "heads")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, conversations, make_chat_model, make_chat_recipe, write_rows
-from errors import error_of
+from errors import error_of, output_of, report_of
 from families import backbone, random_drafter
 from small_run import train_once
 from tokenizers import Tokenizer, models
@@ -68,11 +68,9 @@ def test_the_checkpoint_holds_the_template_and_its_variables(trained: Path) -> N
 @pytest.mark.parametrize(("arguments", "mood"), [("", "merry"), ("--template-arg mood=sad", "sad"), ("--template-arg mood=false", "calm")])
 def test_every_command_asks_with_it(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, mood: str) -> None:
     heads, short = ["--heads", str(trained / "out")], ["--max-new-tokens", "3", *arguments.split()]
-    assert main(["generate", *heads, *short, "--echo", "Hi"]) == 0
-    assert capsys.readouterr().out.startswith(f"the user\nHi\nassistant\n{mood}\n")
-    report, prompts = tmp_path / "report.json", ["--prompts", str(trained / "prompts.jsonl")]
-    assert main(["bench", *heads, *prompts, *short, "--json", str(report)]) == 0
-    shown = [sample["prompt"] for sample in json.loads(report.read_text())["samples"]]
+    assert output_of(capsys, "generate", *heads, *short, "--echo", "Hi").startswith(f"the user\nHi\nassistant\n{mood}\n")
+    report = report_of(tmp_path, "bench", *heads, "--prompts", trained / "prompts.jsonl", *short)
+    shown = [sample["prompt"] for sample in report["samples"]]
     assert shown and all(text.endswith(f"assistant\n{mood}\n") for text in shown)
 
 
@@ -105,14 +103,11 @@ def test_load_makes_prompts_with_it(trained: Path) -> None:
         assert headstart.load(trained / "out", backbone=model).chat is None
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("mood", "--template-arg 'mood' is no variable; write KEY=VALUE, as in enable_thinking=false"),
-        ("1=2", "--template-arg '1=2' is no variable"),
-        ("mood={", "--template-arg mood, line 1: not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ("mood", "--template-arg 'mood' is no variable; write KEY=VALUE, as in enable_thinking=false"),
+    ("1=2", "--template-arg '1=2' is no variable"),
+    ("mood={", "--template-arg mood, line 1: not valid YAML"),
+])  # fmt: skip
 def test_a_wrong_variable_is_one_line(trained: Path, capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
     assert message in error_of(capsys, "generate", "--heads", trained / "out", "--template-arg", given, "Hi")
 

@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 import yaml
-from errors import error_of
+from errors import error_of, output_of
 from exported import DV, refused
 from families import VOCAB, random_drafter, tiny
 from gguf_models import rope_factors
@@ -116,14 +116,11 @@ def test_blocks_that_llama_cpp_would_draft_otherwise(home: Path, tmp_path: Path,
     assert setting in refused(tmp_path, "heads", "llama.cpp", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "note"),
-    [
-        ("[x{% if enable_thinking %}?{% endif %}]", 'send chat_template_kwargs {"enable_thinking": false}'),
-        ("[x{{ enable_thinking }}]", "train with data.template_kwargs.enable_thinking"),
-        ("[x{% if enable_thinking is defined and not enable_thinking %}?{% endif %}]", None),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "note"), [
+    ("[x{% if enable_thinking %}?{% endif %}]", 'send chat_template_kwargs {"enable_thinking": false}'),
+    ("[x{{ enable_thinking }}]", "train with data.template_kwargs.enable_thinking"),
+    ("[x{% if enable_thinking is defined and not enable_thinking %}?{% endif %}]", None),
+])  # fmt: skip
 def test_the_variable_that_its_server_turns_on(home: Path, tmp_path: Path, prompt: str, note: str | None) -> None:
     shutil.copytree(home / "backbone", tmp_path / "backbone")
     tokenizer = load_tokenizer("embedded")
@@ -137,8 +134,7 @@ def test_the_variable_that_its_server_turns_on(home: Path, tmp_path: Path, promp
 def test_what_is_written_is_read_back(home: Path, tmp_path: Path, dtype: Any, capsys: pytest.CaptureFixture[str]) -> None:
     heads = saved(home, tmp_path / "heads", draft_vocab_size=DV)
     export(Request(heads, "llama.cpp", tmp_path / "out", dtype=dtype))
-    assert main(["verify", str(tmp_path / "out")]) == 0
-    assert "EQUAL" in capsys.readouterr().out
+    assert "EQUAL" in output_of(capsys, "verify", str(tmp_path / "out"))
     file = gguf.GGUFReader(tmp_path / "out" / "eagle3.gguf", "r+")
     next(one for one in file.tensors if one.name == "blk.0.attn_k.weight").data[:] = 0
     file.data.flush()

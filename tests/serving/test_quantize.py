@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from errors import error_of, report_of
 from families import random_drafter, tiny
 from safetensors.torch import load_file
 
+from headstart import Backbone, load
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.generate import load
 from headstart.serving.quantize import quantize, rounded
 from headstart.serving.reading import Wishes, measure
 from headstart.support.errors import UserError
@@ -32,10 +32,9 @@ def test_rounding_by_inputs_changes_outputs_least() -> None:
 
 
 def test_the_heads_that_ship_are_rounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, report = tmp_path / "out", tmp_path / "report.json"
-    assert main(["quantize", "embedded", "--out", str(out), "--max-new-tokens", "12", "--json", str(report)]) == 0
+    out = tmp_path / "out"
+    found = report_of(tmp_path, "quantize", "embedded", "--out", out, "--max-new-tokens", "12")
     said = capsys.readouterr().out
-    found = json.loads(report.read_text())
     assert said.startswith("9 layers of 4 bits; on 40 prompts of prompts.jsonl: tau ")
     assert found["before"]["tau"] > 2 and found["after"]["tau"] > 0.95 * found["before"]["tau"]
     weights = load_file(out / "model.safetensors")
@@ -60,8 +59,7 @@ def test_heads_of_other_kinds(kind: str, tmp_path: Path) -> None:
 def test_wrong_heads_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert main(["quantize", "embedded", "--out", str(tmp_path / "full")]) == 2
-    assert "full" in capsys.readouterr().err
+    assert "full" in error_of(capsys, "quantize", "embedded", "--out", tmp_path / "full")
     on = Backbone(tiny("llama", hidden_size=48, intermediate_size=80))
     random_drafter("medusa", on).save_pretrained(tmp_path / "heads")
     with pytest.raises(UserError, match="none of its layers has inputs that are a multiple of 32"):

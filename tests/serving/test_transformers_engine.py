@@ -19,9 +19,8 @@ from test_contract import OTHER_LAYER
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart import Backbone, SpeculativeModel, load, load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
-from headstart.inference.generate import SpeculativeModel, load
 from headstart.serving.export import Request, export
 from headstart.serving.layouts.files import read_files
 from headstart.serving.verify.drafts import EngineSettings, Transcript, acceptance

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines_alone import stand_in
-from errors import error_of
+from errors import error_of, output_of, report_of
 from families import VOCAB, random_drafter, tiny
 from plain.base import Target
 from plain.drafts import reference_drafts
@@ -19,7 +19,6 @@ from plain.folders import read_heads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
@@ -176,8 +175,7 @@ def test_an_export_in_bfloat16_is_compared_with_heads_rounded_alike(house: Path,
 def test_half_written_files_are_named(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, left: int) -> None:
     folder = copied(house / "eagle3", tmp_path / "export")
     (folder / file).write_bytes((folder / file).read_bytes()[:left])
-    assert main(["verify", str(folder), "--heads", str(house / "eagle3"), "--backbone", str(house / "backbone")]) == 1
-    out = capsys.readouterr().out
+    out = output_of(capsys, "verify", str(folder), "--heads", str(house / "eagle3"), "--backbone", str(house / "backbone"), status=1)
     fault = "damaged" if file == "config.json" else "cut short"
     assert out.startswith("DIFFERENT") and f"{file} is {fault}" in out and "half-written" in out
 
@@ -197,11 +195,8 @@ def test_missing_files_are_named(house: Path, backbone: Backbone, tmp_path: Path
 
 
 def test_a_checkpoint_is_verified_by_itself(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = tmp_path / "verdict.json"
-    assert main(["verify", str(house / "eagle3"), "--json", str(report)]) == 0
-    out = capsys.readouterr().out
+    stored, out = report_of(tmp_path, "verify", house / "eagle3"), capsys.readouterr().out
     assert out.startswith("EQUAL") and "9 of 9 drafts are those of the trained heads" in out
-    stored = json.loads(report.read_text())
     assert stored["equal"] and stored["cause"] is None and stored["reference"]["equal"] == stored["reference"]["drafts"] == 9
     assert stored["reference"]["distance"] < 1e-4 and stored["comparison"] is None
 
@@ -210,8 +205,7 @@ def test_a_checkpoint_is_verified_by_itself(house: Path, tmp_path: Path, capsys:
     tensors = load_file(changed / "model.safetensors")
     tensors["norm.weight"] *= 2
     save_file(tensors, changed / "model.safetensors")
-    assert main(["verify", str(changed)]) == 1
-    assert "is truncated or changed (its hash is not the one in headstart.json)" in capsys.readouterr().out
+    assert "is truncated or changed (its hash is not the one in headstart.json)" in output_of(capsys, "verify", str(changed), status=1)
 
 
 def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +250,5 @@ def test_an_engine_that_reads_other_layers_is_found_out(house: Path, backbone: B
 
 def test_without_heads_and_stored_drafts_only_files_are_checked(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copied(house / "eagle3", tmp_path / "export")
-    assert main(["verify", str(folder), "--backbone", str(house / "backbone")]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, "verify", str(folder), "--backbone", str(house / "backbone"))
     assert out.startswith("NO FAULT FOUND") and "the export stored no drafts to compare with: give the original heads with --heads" in out

@@ -130,14 +130,11 @@ def test_the_state_of_the_process_changes_nothing(recipe: Path, tmp_path: Path) 
         assert torch.get_default_dtype() == torch.float64
 
 
-@pytest.mark.parametrize(
-    ("variable", "name"),
-    [
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "parallelism config"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "name"), [
+    ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+    ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "parallelism config"),
+])  # fmt: skip
 def test_other_launchers_are_refused_in_one_line(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, name: str
 ) -> None:

@@ -12,15 +12,14 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from errors import refuses
 from families import random_drafter, state, texts, tiny
 from safetensors.torch import load_file, save_file
 from small_run import Forked, make_recipe, prepared, read_log
 from transformers import AutoModelForCausalLM
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.features import Features
-from headstart.support.errors import UserError
+from headstart import Backbone, Features, load_backbone
 from headstart.training.objective.loss_rows import lm_loss
 
 LORA = {
@@ -31,14 +30,9 @@ STEPS, ALONE, MICRO_BATCHES = 10, 4, 2
 
 
 def joint_recipe(folder: Path, **lora: float | bool) -> Path:
-    return make_recipe(
-        folder,
-        6,
-        backbone={"lora": LORA | lora},
-        drafter={"kind": "tests.helpers.dying", "depth": 2, "taps": [1, 3, 5], "draft_vocab_size": 40},
-        train={"steps": STEPS, "micro_batch": 2, "ema_decay": 0.5, "optimizer": "muon"},
-        save={"every": 3},
-    )
+    drafter = {"kind": "tests.helpers.dying", "depth": 2, "taps": [1, 3, 5], "draft_vocab_size": 40}
+    train = {"steps": STEPS, "micro_batch": 2, "ema_decay": 0.5, "optimizer": "muon"}
+    return make_recipe(folder, 6, backbone={"lora": LORA | lora}, drafter=drafter, train=train, save={"every": 3})
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +146,7 @@ def test_reading_keeps_gradients_only_if_trainable() -> None:
     with torch.no_grad():
         assert torch.equal(on.read(tokens).hidden_BTD, still.hidden_BTD)
     assert not Backbone(on.adapter.peft).read(tokens).hidden_BTD.requires_grad if on.adapter else False
-    with pytest.raises(UserError, match="no adapter to train"):
-        Backbone(tiny("llama"), trainable=True)
+    refuses("no adapter to train", Backbone, tiny("llama"), trainable=True)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])
@@ -192,19 +185,15 @@ def test_refused_adapters(trained: Path, tmp_path: Path, monkeypatch: pytest.Mon
     for bad in ({**good, "other": torch.zeros(2)}, dict(list(good.items())[1:]), narrow):
         save_file(bad, file)
         on = fresh()
-        with pytest.raises(UserError, match="does not fit LlamaForCausalLM"):
-            headstart.load(out, backbone=on)
+        refuses("does not fit LlamaForCausalLM", headstart.load, out, backbone=on)
         assert on.adapter is None and not [name for name, _ in on.model.named_parameters() if "lora" in name]
     save_file({name: weight + 1 for name, weight in good.items()}, file)
-    with pytest.raises(UserError, match="is changed"):
-        headstart.load(out, backbone=fresh())
+    refuses("is changed", headstart.load, out, backbone=fresh())
     file.unlink()
-    with pytest.raises(UserError, match="lacks"):
-        headstart.load(out, backbone=fresh())
+    refuses("lacks", headstart.load, out, backbone=fresh())
     on = fresh()
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match="pip install 'headstart\\[peft\\]'"):
-        headstart.load(trained / "out", backbone=on)
+    refuses("pip install 'headstart\\[peft\\]'", headstart.load, trained / "out", backbone=on)
 
 
 def test_heads_of_another_adapter(trained: Path, tmp_path: Path) -> None:
@@ -215,13 +204,10 @@ def test_heads_of_another_adapter(trained: Path, tmp_path: Path) -> None:
     headstart.load(trained / "out", backbone=on)  # the adapter is already attached
     plain = load_backbone(str(trained / "backbone"), device="cpu")
     random_drafter("medusa", plain).save_pretrained(tmp_path / "plain")
-    with pytest.raises(UserError, match="trained without an adapter"):
-        headstart.load(tmp_path / "plain", backbone=on)
+    refuses("trained without an adapter", headstart.load, tmp_path / "plain", backbone=on)
     headstart.load(tmp_path / "plain", backbone=on, allow_finetuned=True)
     headstart.load(tmp_path / "plain", backbone=plain)
-    with pytest.raises(UserError, match="load one of them"):
-        headstart.load(trained / "out", backbone=plain)
+    refuses("load one of them", headstart.load, trained / "out", backbone=plain)
     other = load_backbone(str(trained / "backbone"), device="cpu")
     other.add_lora(3, 1.0, 0.0)
-    with pytest.raises(UserError, match="this one carries"):
-        headstart.load(trained / "out", backbone=other)
+    refuses("this one carries", headstart.load, trained / "out", backbone=other)

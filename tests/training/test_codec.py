@@ -11,8 +11,7 @@ import torch
 from families import FAMILIES, backbone, texts
 from safetensors.torch import save
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart import Backbone, Features
 from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample

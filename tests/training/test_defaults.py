@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from errors import report_of
 from families import backbone
 from small_run import make_recipe, memory_plan, prepared, read_log
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from headstart.cli.main import main as command
+from headstart import Backbone, load_recipe
 from headstart.cli.train import main
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
 from headstart.support.devices import bf16_instructions
 from headstart.training.plan.memory import MicroBatch
-from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.optimizer import MuonAdamW
 from headstart.training.run.start import ADAPTED, advice, choose, learning_rate
 
@@ -51,8 +50,7 @@ def test_the_rule_is_as_documented() -> None:
 
 
 def test_the_plan_says_what_training_takes_and_records(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["plan", str(small), "--no-calibration", "--json", str(tmp_path / "plan.json")]) == 0
-    planned = json.loads((tmp_path / "plan.json").read_text())["chosen"][""]
+    planned = report_of(tmp_path, "plan", small, "--no-calibration")["chosen"][""]
     rate = planned["values"]["train.lr"]
     assert f"chosen    train.optimizer=muon, train.lr={rate} (auto: width 16, 6 steps of about" in capsys.readouterr().out
     assert main([str(small)]) == 0
@@ -69,17 +67,14 @@ def test_a_number_is_taken_as_it_is(small: Path) -> None:
     assert chosen_by(run) == 0.125 and not run.trainers[0].chosen.values
 
 
-@pytest.mark.parametrize(
-    ("drafter", "changes", "ratio"),
-    [
-        ("eagle3", [], 0.3),
-        ("eagle3", MUON, 0.3),
-        ("eagle3", ["train.lr=1e-3"], 1.0),  # AdamW
-        ("eagle3", ["train.readout_lr_ratio=0.5"], 0.5),
-        ("eagle3", ["train.lr=1e-3", "train.readout_lr_ratio=0.5"], 0.5),
-        ("medusa", [], 1.0),
-    ],
-)
+@pytest.mark.parametrize(("drafter", "changes", "ratio"), [
+    ("eagle3", [], 0.3),
+    ("eagle3", MUON, 0.3),
+    ("eagle3", ["train.lr=1e-3"], 1.0),  # AdamW
+    ("eagle3", ["train.readout_lr_ratio=0.5"], 0.5),
+    ("eagle3", ["train.lr=1e-3", "train.readout_lr_ratio=0.5"], 0.5),
+    ("medusa", [], 1.0),
+])  # fmt: skip
 def test_output_layers_learn_at_a_rate_of_their_own(small: Path, drafter: str, changes: list[str], ratio: float) -> None:
     run = prepared(small, *changes, f"drafter={{kind: {drafter}, depth: 2}}")
     trainer = run.trainers[0]
@@ -99,9 +94,8 @@ def test_few_large_steps_are_named(small: Path, tmp_path: Path, capsys: pytest.C
     assert line is not None
     assert main([str(small), "train.epochs=5", "train.batch_size=8"]) == 0
     assert "advice" not in capsys.readouterr().err, "a run that goes on keeps its steps"
-    report = tmp_path / "plan.json"
-    assert command(["plan", str(small), "train.epochs=4", "train.batch_size=8", "--no-calibration", "--json", str(report)]) == 0
-    assert line[0] in capsys.readouterr().out and line[0] == f"advice    {json.loads(report.read_text())['advice']}"
+    report = report_of(tmp_path, "plan", small, "train.epochs=4", "train.batch_size=8", "--no-calibration")
+    assert line[0] in capsys.readouterr().out and line[0] == f"advice    {report['advice']}"
 
 
 def test_what_brings_more_in_the_same_time_is_said(small: Path) -> None:
@@ -112,15 +106,13 @@ def test_what_brings_more_in_the_same_time_is_said(small: Path) -> None:
         recipe = load_recipe(small, [f"train={{{changes}}}"])
         return advice(recipe, [build_drafter("eagle3", wide, drafter)] if drafter else [], steps, rows, processes, gpu)
 
-    assert said("epochs: 1, batch_size: 64", 150, 4) == (
-        "150 steps are few: train.batch_size=16 makes 600 of the same text, and heads learn more from it"
-    )
+    few = "150 steps are few: train.batch_size=16 makes 600 of the same text, and heads learn more from it"
+    assert said("epochs: 1, batch_size: 64", 150, 4) == few
     assert "train.batch_size=4 " in str(said("epochs: 1, batch_size: 8, micro_batch: 4", 40)), "a multiple of the micro-batch"
     assert said("batch_size: 8", 300) is said("batch_size: 1", 10) is said("batch_size: 8", 40, 8) is None
     assert said("steps: 40, batch_size: 8", 40) is None, "the recipe has chosen"
-    assert (
-        said("steps: 52000, batch_size: 8", 52_000) == "52,000 steps read the same 1,000 rows 416 times: train.epochs=4 reads them 4 times"
-    )
+    again = "52,000 steps read the same 1,000 rows 416 times: train.epochs=4 reads them 4 times"
+    assert said("steps: 52000, batch_size: 8", 52_000) == again
     assert said("steps: 2000, batch_size: 8", 2000) is said("epochs: 416, batch_size: 8", 52_000) is None
     assert said("epochs: 4", 500, gpu=False, depth=7) == (
         f"7 depths of 20,000 tokens are for a GPU; headstart new-recipe {load_recipe(small).backbone.path} "
@@ -147,18 +139,13 @@ def test_whole_models_and_trained_heads_are_changed_by_smaller_steps(small: Path
     assert rates[1] < rates[0] and rates[2] < rates[0]
 
 
-@pytest.mark.parametrize(
-    ("saved", "given", "taken"),
-    [
-        (torch.bfloat16, [], "bf16" if bf16_instructions() else "no"),
-        (torch.float32, [], "no"),
-        (torch.float32, ["backbone.dtype=bf16"], "bf16"),
-        (torch.bfloat16, ["train.precision=no"], "no"),
-    ],
-)
-def test_the_drafter_computes_in_the_backbones_precision(
-    saved: torch.dtype, given: list[str], taken: str, small: Path, capsys: Any
-) -> None:
+@pytest.mark.parametrize(("saved", "given", "taken"), [
+    (torch.bfloat16, [], "bf16" if bf16_instructions() else "no"),
+    (torch.float32, [], "no"),
+    (torch.float32, ["backbone.dtype=bf16"], "bf16"),
+    (torch.bfloat16, ["train.precision=no"], "no"),
+])  # fmt: skip
+def test_drafters_compute_in_the_backbones_precision(saved: torch.dtype, given: list[str], taken: str, small: Path, capsys: Any) -> None:
     folder = small.parent / "backbone"
     AutoModelForCausalLM.from_pretrained(folder).to(saved).save_pretrained(folder)
     assert main([str(small), "train.steps=2", *given]) == 0

@@ -12,23 +12,19 @@ from typing import Any, cast
 
 import pytest
 import torch
-from errors import refusal
+from errors import refusal, refuses
 from families import LAYERS, STRANGERS, VARIANTS, VOCAB, backbone, every_head, random_drafter, texts, tiny
 from safetensors import safe_open
 from test_draft_model import words
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart import Backbone, Drafter, SpeculativeModel, TreeShape, load_backbone, load_tokenizer
 from headstart.heads.backbone.features import Anchors, Features
-from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.methods import build_drafter, construct_drafter
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
-from headstart.support.errors import UserError
 from headstart.training.data.batches import Batch, collate
 from headstart.training.data.data import Sample
 from headstart.training.features.source import LiveFeatures, LiveWithCache
@@ -99,11 +95,9 @@ def test_a_smaller_model_is_fitted_to_the_vocabulary(tmp_path: Path) -> None:
     words().save_pretrained(target)
     on, model = load_backbone(str(target)), tiny("llama", seed=3, vocab_size=VOCAB - 9, num_hidden_layers=2, tie_word_embeddings=True)
     model.save_pretrained(small)
-    with pytest.raises(UserError, match=f"draft model .* has a vocabulary of {VOCAB - 9} and backbone .* of {VOCAB}"):
-        built(on, {"path": str(small)})
+    refuses(f"draft model .* has a vocabulary of {VOCAB - 9} and backbone .* of {VOCAB}", built, on, {"path": str(small)})
     words(3).save_pretrained(small)
-    with pytest.raises(UserError, match="token 3 is 'other3' to draft model"):
-        built(on, {"path": str(small)})
+    refuses("token 3 is 'other3' to draft model", built, on, {"path": str(small)})
     words().save_pretrained(small)
     drafter, tokens_BT = built(on, {"path": str(small)}), texts(1, 9) % (VOCAB - 9)
     logits_BTV = drafter.readout(drafter(Features(tokens_BT, torch.zeros(1, 9, 1)))[0], 0)
@@ -114,8 +108,7 @@ def test_a_smaller_model_is_fitted_to_the_vocabulary(tmp_path: Path) -> None:
     loaded = load_drafter(tmp_path / "heads", on)
     assert isinstance(loaded, DraftModel) and loaded.arguments == drafter.arguments
     assert (tmp_path / "heads" / "tokenizer.json").is_file()
-    with pytest.raises(UserError, match="no draft model at .*small"):
-        construct_drafter("draft_model", on, {"path": str(small)})
+    refuses("no draft model at .*small", construct_drafter, "draft_model", on, {"path": str(small)})
 
 
 def alone(drafter: DraftModel, text_T: Tensor) -> Tensor:
@@ -175,22 +168,18 @@ def test_rotary_frequencies_keep_their_precision() -> None:
         assert torch.equal(buffer, before) and buffer.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "arguments,named",
-    [
-        ({"layers": LAYERS + 1}, f"drafter.layers is from 1 to {LAYERS}, the layers that the backbone has; got {LAYERS + 1}"),
-        ({"layers": 2, "path": "x"}, "drafter.layers prunes the backbone and goes with neither path nor architecture"),
-        ({"parallel": True}, "drafter.depth is at least 2 with parallel"),
-        ({"mask_token": 3}, "drafter.mask_token goes with parallel"),
-        (PARALLEL | {"mask_token": VOCAB}, f"drafter.mask_token is a token of the vocabulary, from 0 to {VOCAB - 1}; got {VOCAB}"),
-        (PARALLEL | {"draft_depth": 5}, "DraftModel cannot draft deeper than the 4 tokens"),
-        ({"path": "/nowhere/model"}, "no draft model at '/nowhere/model'"),
-        ({"architecture": {"model_type": "nonsense"}}, "drafter.architecture is no configuration"),
-        ({"architecture": {"hidden_size": 8}}, "drafter.architecture is no configuration"),
-        ({"architecture": {"model_type": "t5"}}, "a draft model of type 't5' cannot be built"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("arguments,named", [
+    ({"layers": LAYERS + 1}, f"drafter.layers is from 1 to {LAYERS}, the layers that the backbone has; got {LAYERS + 1}"),
+    ({"layers": 2, "path": "x"}, "drafter.layers prunes the backbone and goes with neither path nor architecture"),
+    ({"parallel": True}, "drafter.depth is at least 2 with parallel"),
+    ({"mask_token": 3}, "drafter.mask_token goes with parallel"),
+    (PARALLEL | {"mask_token": VOCAB}, f"drafter.mask_token is a token of the vocabulary, from 0 to {VOCAB - 1}; got {VOCAB}"),
+    (PARALLEL | {"draft_depth": 5}, "DraftModel cannot draft deeper than the 4 tokens"),
+    ({"path": "/nowhere/model"}, "no draft model at '/nowhere/model'"),
+    ({"architecture": {"model_type": "nonsense"}}, "drafter.architecture is no configuration"),
+    ({"architecture": {"hidden_size": 8}}, "drafter.architecture is no configuration"),
+    ({"architecture": {"model_type": "t5"}}, "a draft model of type 't5' cannot be built"),
+], ids=str)  # fmt: skip
 def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named: str) -> None:
     assert named in refusal(build_drafter, "draft_model", backbone("llama"), arguments)
 
@@ -198,8 +187,7 @@ def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named:
 def test_what_a_parallel_model_cannot_do() -> None:
     drafter: Drafter = random(backbone("llama"), PARALLEL)
     for refused, named in ((drafter.recompute, "gradient_checkpointing"), (lambda: drafter.limit(8), "keeps all keys")):
-        with pytest.raises(UserError, match=named):
-            refused()
+        refuses(named, refused)
 
 
 # Heads trained on one continuation draft nearly all of it: anything less is a fault of alignment or masking.

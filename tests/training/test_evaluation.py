@@ -11,15 +11,13 @@ import pytest
 from small_run import Forked, make_recipe, numbers, read_log, train_once
 from watched import watched
 
+from headstart import Drafter, load_backbone, load_recipe
 from headstart.cli.main import main as headstart
 from headstart.cli.train import main
-from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.eagle3 import Eagle3
 from headstart.training import evaluation
 from headstart.training.features.source import LiveFeatures
-from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.log import Log
 from headstart.training.setup import prepare
 
@@ -49,9 +47,7 @@ def require_loadable(whole: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_that_fails_is_a_warning(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], processes: int
-) -> None:
+def test_one_that_fails_is_a_warning(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, processes: int) -> None:
     out, said = tmp_path / "out", tmp_path / "said"
     command = recipe_for(whole, out)
     with monkeypatch.context() as patch:

@@ -17,10 +17,9 @@ from safetensors import SafetensorError
 from small_run import Forked, broken_disk, faults, full_disk, killed, make_recipe, read_log, read_only
 from watched import watched
 
+from headstart import Drafter, load_backbone
 from headstart.cli.train import main
 from headstart.heads import checkpoint
-from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.support.errors import UserError
 from headstart.support.files import PENDING, settle
@@ -100,9 +99,7 @@ class TestOneSave:
         assert forked(folder, at, killed, lambda: drafter.save_pretrained(folder, extra={"number": 2})) == 9
         return (folder / PENDING).exists()
 
-    def test_heads_saved_anew_while_they_are_read(
-        self, two: tuple[Drafter, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_heads_saved_while_they_are_read(self, two: tuple[Drafter, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A run saves between the reading of the metadata and that of the weights, and once between the check and the reading."""
         for name in ("file_hash", "load_file"):
             folder, waiting = tmp_path / name, [two[1]]
@@ -184,9 +181,7 @@ class TestRun:
         assert "step 3 could not be saved" in line and "No space left on device" in line and "step-00000002" in line
         assert main([str(recipe)]) == 0
 
-    def test_a_second_run_on_the_folder_is_refused_until_the_first_is_dead(
-        self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_second_run_on_the_folder_is_refused_until_the_first_is_dead(self, recipe: Path, tmp_path: Path, capsys: Any) -> None:
         out = tmp_path / "out"
         first = Forked(1, [str(recipe), f"save.dir={out}", "train.steps=100000"], tmp_path / "said")
         try:

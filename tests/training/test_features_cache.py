@@ -15,7 +15,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, report_of
 from safetensors.torch import load_file, save_file
 from small_run import Forked, make_recipe, read_log
 from torch.nn import Module
@@ -98,17 +98,14 @@ def test_a_manifest_tells_what_it_is(whole: Path) -> None:
     assert manifest is not None and caching.measured_errors(manifest)["hidden"] < 0.01
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("drafter.taps=[1, 4]", "taps: found [1, 3, 5], expected [1, 4]"),
-        ("cache.dtype=bf16", "cache.dtype: found 'int8', expected 'bf16'"),
-        ("backbone.dtype=bf16", "backbone.dtype: found 'fp32', expected 'bf16'"),
-        ("data.max_length=20", "data.max_length: found 64, expected 20"),
-        ("data.eval_rows=5", "data.eval_rows: found 4, expected 5"),
-        ("cache.dir=nowhere", "no features in nowhere: found no manifest.json; run headstart cache with this recipe"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ("drafter.taps=[1, 4]", "taps: found [1, 3, 5], expected [1, 4]"),
+    ("cache.dtype=bf16", "cache.dtype: found 'int8', expected 'bf16'"),
+    ("backbone.dtype=bf16", "backbone.dtype: found 'fp32', expected 'bf16'"),
+    ("data.max_length=20", "data.max_length: found 64, expected 20"),
+    ("data.eval_rows=5", "data.eval_rows: found 4, expected 5"),
+    ("cache.dir=nowhere", "no features in nowhere: found no manifest.json; run headstart cache with this recipe"),
+])  # fmt: skip
 def test_another_cache_is_refused_by_what_differs(whole: Path, tmp_path: Path, capsys: Any, change: str, message: str) -> None:
     assert message in error_of(capsys, "train", *options(whole), f"save.dir={tmp_path}/out", change)
     if "dir" not in change:
@@ -188,8 +185,7 @@ def test_a_killed_writer_goes_on_and_two_share_the_work(copy: Path, whole: Path)
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     recipe, usage = make_recipe(tmp_path, 6), namedtuple("usage", "total used free")
     command = ["cache", str(recipe), f"cache.dir={tmp_path}/new"]
-    assert main([*command, "--estimate", "--json", f"{tmp_path}/size.json"]) == 0
-    size = json.loads((tmp_path / "size.json").read_text())
+    size = report_of(tmp_path, *command, "--estimate")
     assert f"{size['bytes'] / 1e6:.1f} MB, {size['bytes_per_token']:.0f} bytes per token, in 1 shards" in capsys.readouterr().err
     monkeypatch.setattr(caching.shutil, "disk_usage", lambda path: usage(9, 9, caching.SPARE_BYTES + size["bytes"] - 1))
     assert "new needs 0.0 MB and the disk has 67.1 MB free; make room" in error_of(capsys, *command) and not (tmp_path / "new").exists()

@@ -8,23 +8,22 @@ from typing import Any
 import pytest
 import torch
 from architectures import Architecture, chained, refused, served
+from errors import refuses
 from safetensors.torch import load_file, save_file
 from small_run import losses, make_recipe, memory_plan, prepared, read_log
 from tiny_models import tiny_model
 from torch import Tensor
 
+from headstart import Backbone, load_backbone, load_recipe
 from headstart.cli.main import main
 from headstart.cli.train import main as train
-from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone, final_norm, load_head_only
 from headstart.heads.backbone.weight_files import E2M1
 from headstart.heads.layers.start_values import layer_weights
-from headstart.support.errors import UserError
 from headstart.training import loop
 from headstart.training.features import source as opening
 from headstart.training.features.cached import SUPPLEMENT
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MicroBatch
-from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
 HEAD = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
@@ -218,18 +217,14 @@ def test_an_output_layer_in_the_files_of_a_tied_model(table: Tensor, tmp_path: P
     assert torch.equal(moved.embed.weight, table)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({TABLE: None}, "lacks model.embed_tokens.weight, so it cannot train heads"),
-        ({"model.norm.weight": None}, "lacks model.norm.weight, so it cannot train heads"),
-        ({TABLE: torch.zeros(4, 4, dtype=torch.int8)}, "is int8, in a way that is not known"),
-        ({TABLE: torch.zeros(4, 4)}, r"is \[4, 4\], by its configuration \["),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({TABLE: None}, "lacks model.embed_tokens.weight, so it cannot train heads"),
+    ({"model.norm.weight": None}, "lacks model.norm.weight, so it cannot train heads"),
+    ({TABLE: torch.zeros(4, 4, dtype=torch.int8)}, "is int8, in a way that is not known"),
+    ({TABLE: torch.zeros(4, 4)}, r"is \[4, 4\], by its configuration \["),
+])  # fmt: skip
 def test_what_cannot_be_read_is_said(change: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        load_head_only(changed(tmp_path / "new", change))
+    refuses(message, load_head_only, changed(tmp_path / "new", change))
 
 
 @pytest.mark.parametrize("kind", ["bart", "cpmant", "inkling_text", "molmo2", "paligemma"])
@@ -251,14 +246,12 @@ def test_classes_of_other_shapes_train_from_a_cache(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["blt", "blip", "prophetnet"])
 def test_models_that_have_no_such_parts_are_refused(kind: str, tmp_path: Path) -> None:
     tiny_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="layers of width None|does not name an output layer|more than its final hidden states"):
-        load_head_only(str(tmp_path))
+    refuses("layers of width None|does not name an output layer|more than its final hidden states", load_head_only, str(tmp_path))
 
 
 def test_it_reads_no_text_and_a_layer_by_its_name() -> None:
     head, whole = load_head_only("embedded", dtype="fp32"), load_backbone("embedded", dtype="fp32")
-    with pytest.raises(UserError, match="only the embedding and the output layer of embedded are here"):
-        head.read(torch.zeros(1, 2, dtype=torch.int64))
+    refuses("only the embedding and the output layer of embedded are here", head.read, torch.zeros(1, 2, dtype=torch.int64))
     ours, theirs = layer_weights(head), layer_weights(whole)
     assert ours is not None and theirs is not None and torch.equal(ours[1], theirs[1])
     assert ours[0].keys() == theirs[0].keys() and all(torch.equal(ours[0][name], weight) for name, weight in theirs[0].items())

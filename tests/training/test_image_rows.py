@@ -10,6 +10,7 @@ import pytest
 import torch
 from chat_templates import write_rows
 from datasets import Dataset
+from errors import error_of, refuses, report_of
 from image_models import make_image_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -17,18 +18,16 @@ from server import Reply, said, serving
 from small_run import losses, read_log
 from transformers import AutoModelForImageTextToText
 
+from headstart import load, load_recipe
 from headstart.chat.images import as_parts
 from headstart.chat.messages import image_parts, named, read_conversation
 from headstart.cli.main import main
 from headstart.heads.backbone import features as backbone_images
 from headstart.inference.capture.capture import warn_once
-from headstart.inference.generate import load
-from headstart.support.errors import UserError
 from headstart.support.text import token_texts
 from headstart.training.data.batches import collate
 from headstart.training.evaluation import evaluate
 from headstart.training.features.source import LiveFeatures
-from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.setup import Run, prepare
 
@@ -108,9 +107,7 @@ def test_a_few_steps_live_from_a_cache_and_resumed(family: str, tmp_path: Path, 
     cache = [recipe, f"cache.dir={tmp_path / 'cache'}"]
     assert main(["cache", *cache]) == 0
     shutil.move(tmp_path / "model" / "model.safetensors", tmp_path / "whole.safetensors")
-    weights = {
-        name: one for name, one in load_file(tmp_path / "whole.safetensors").items() if "vision" not in name and "visual" not in name
-    }
+    weights = {key: one for key, one in load_file(tmp_path / "whole.safetensors").items() if "vision" not in key and "visual" not in key}
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})  # what reads images is not needed
     assert main(["train", *cache, f"save.dir={tmp_path / 'cached'}"]) == 0
     assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "out"), rel=1e-4)
@@ -205,17 +202,14 @@ def test_a_changed_image_is_noticed(shared: Path, tmp_path: Path, capsys: pytest
     run = prepare(load_recipe(shared, [*changes, "cache.dir=null"]))
     Image.effect_noise((60, 36), 20).save(folder / "1.png")
     rows = [[i] for i, sample in enumerate(run.feed.samples) if any(image.name.endswith("1.png") for image in sample.images)]
-    with pytest.raises(UserError, match=r"1.png has changed since its row was read"):
-        run.source.read(collate(run.feed.samples, rows))
+    refuses(r"1.png has changed since its row was read", run.source.read, collate(run.feed.samples, rows))
     capsys.readouterr()
-    assert main(["train", str(shared), *changes]) == 2
-    assert "is a cache of something else: the rows of data.train" in capsys.readouterr().err
+    assert "is a cache of something else: the rows of data.train" in error_of(capsys, "train", shared, *changes)
 
 
 def test_inspect_shows_the_images_of_a_row(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, file = tmp_path / "page.html", tmp_path / "found.json"
-    assert main(["inspect", str(shared), "--row", "1", "--html", str(page), "--json", str(file)]) == 0
-    found = json.loads(file.read_text())
+    page = tmp_path / "page.html"
+    found = report_of(tmp_path, "inspect", shared, "--row", "1", "--html", page)
     (first, second), texts = found["images"], [token["text"] for token in found["sample"]]
     assert (first["size"], first["tokens"]) == ([80, 36], 4) and second["size"] == [100, 36]
     start, end = first["place"]

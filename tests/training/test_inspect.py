@@ -1,7 +1,6 @@
 """``headstart inspect``: shows the label tokens, the statistics of the data, and the contents of a checkpoint."""
 
 import contextlib
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import CHATML, chat, make_tokenizer
-from errors import error_of
+from errors import error_of, report_of
 from families import VOCAB, backbone
 from small_run import make_recipe
+from test_chat import Terminal
 from transformers import LlamaConfig
 
 from headstart.chat.template import template_hash
-from headstart.cli.main import main
 from headstart.heads.methods import build_drafter
 from headstart.training.recipe.yaml_text import dump_yaml
 
@@ -29,13 +28,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(folder / "backbone")
     LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=8,
-        num_attention_heads=2,
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=2,
         max_position_embeddings=96,
-    ).save_pretrained(folder / "backbone")
+    ).save_pretrained(folder / "backbone")  # fmt: skip
     turns = [("user", "What is two?"), ("assistant", ANSWER)]
     rows = [{"messages": chat(*turns * (1 + i % 2))} for i in range(10)] + [{"messages": chat(("user", "And three?"))}]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,16 +44,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "recipe.yaml"
 
 
-def inspected(tmp_path: Path, what: Path, *arguments: str) -> dict[str, Any]:
-    file = tmp_path / "found.json"
-    assert main(["inspect", str(what), *arguments, "--json", str(file)]) == 0
-    report: dict[str, Any] = json.loads(file.read_text())
-    return report
-
-
 def test_a_recipe(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is learned of a sample, and what the heads will read."""
-    report, out = inspected(tmp_path, recipe), capsys.readouterr().out
+    report, out = report_of(tmp_path, "inspect", recipe), capsys.readouterr().out
     learned = "".join(piece["text"] for piece in report["sample"] if piece["loss"])
     assert out.count(f"⟦{ANSWER}<|im_end|>⟧") == 2 and learned == 2 * f"{ANSWER}<|im_end|>" and "\x1b" not in out
     assert "<|im_start|>user\nWhat is two?<|im_end|>" in out
@@ -75,14 +63,9 @@ def test_a_recipe(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     often = sorted(map(tokens.count, {*tokens}), reverse=True)  # all answers are the same
     assert drafted["training"] == pytest.approx(sum(often[:8]) / len(tokens))
     assert "8 of" in out
-    second, out = inspected(tmp_path, recipe, "--row", "1", "drafter={kind: medusa}"), capsys.readouterr().out
+    second, out = report_of(tmp_path, "inspect", recipe, "--row", "1", "drafter={kind: medusa}"), capsys.readouterr().out
     assert second["row"] == 1 and out.count("⟦") == 1 and "sample    1: " in out
     assert not second["vocabulary"]["drafters"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "xterm"), ("NO_COLOR", "1")])
@@ -91,7 +74,7 @@ def test_colours_at_a_terminal_alone(recipe: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv(name, value)
     with contextlib.redirect_stdout(Terminal()) as screen:
-        inspected(tmp_path, recipe)
+        report_of(tmp_path, "inspect", recipe)
     out = screen.getvalue()
     if value == "xterm":
         assert "\x1b[32m" in out and "\x1b[2m" in out and "\x1b[7;32m<|im_end|>\x1b[0m" in out and "⟦" not in out
@@ -100,13 +83,13 @@ def test_colours_at_a_terminal_alone(recipe: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_the_data_in_numbers(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, out = inspected(tmp_path, recipe, "data.max_length=40")["data"], capsys.readouterr().out
+    data, out = report_of(tmp_path, "inspect", recipe, "data.max_length=40")["data"], capsys.readouterr().out
     assert (data["rows"], data["rows_without_assistant"], data["held_out"]) == (9, 1, 2)
     assert data["samples"] == 8 and data["samples_truncated"] > 0 and data["tokens_truncated"] > 0
     assert data["label_share"] == pytest.approx(data["label_tokens"] / data["tokens"]) and 0 < data["label_share"] < 1
     assert data["percentiles"]["100"] == 40 and data["percentiles"]["0"] < 40
     assert "1 rows without an assistant turn" in out and "samples truncated" in out
-    packed = inspected(tmp_path, recipe, "data.packing=true")["data"]["packed"]
+    packed = report_of(tmp_path, "inspect", recipe, "data.packing=true")["data"]["packed"]
     assert packed["rows"] < 8 and 0 < packed["fill"] <= 1
 
 
@@ -120,7 +103,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report, out = inspected(tmp_path, trained), capsys.readouterr().out
+    report, out = report_of(tmp_path, "inspect", trained), capsys.readouterr().out
     assert report["arguments"] == {"depth": 2, "draft_vocab_size": None, "freeze_readout": False, "layers": 1}
     assert (report["kind"], report["weights_match_hash"]) == ("medusa", True)
     drafter = build_drafter("medusa", backbone("llama"), {"depth": 2})
@@ -138,7 +121,8 @@ def test_weights_that_do_not_match_their_hash(trained: Path, tmp_path: Path, cap
     build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(tmp_path / "heads")
     metadata = tmp_path / "heads" / "headstart.json"
     metadata.write_text(metadata.read_text().replace('"sha256": "', '"sha256": "0'))
-    assert inspected(tmp_path, tmp_path / "heads")["weights_match_hash"] is False and "do NOT match their hash" in capsys.readouterr().out
+    assert report_of(tmp_path, "inspect", tmp_path / "heads")["weights_match_hash"] is False
+    assert "do NOT match their hash" in capsys.readouterr().out
 
 
 def test_a_mistake_is_one_line(recipe: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +152,6 @@ def test_plain_text_and_characters_of_several_tokens(tmp_path: Path, capsys: pyt
     small = make_recipe(tmp_path, data={"eval_rows": 0})
     text = "ünder one condition"
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    report = inspected(tmp_path, small)
+    report = report_of(tmp_path, "inspect", small)
     assert "".join(piece["text"] for piece in report["sample"]) == text and f"⟦{text}⟧" in capsys.readouterr().out
     assert report["contract"]["chat_template"] is None and torch.tensor([piece["loss"] for piece in report["sample"]]).all()

@@ -87,9 +87,7 @@ def without(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch, forwards: 
     return main([str(recipe), f"save.dir={out}", "train.non_finite=skip", *changes])
 
 
-def test_steps_that_are_not_finite_can_be_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_not_finite_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A step has two forward passes and is skipped as a whole: 2, 5 and 6 of 12. A resumed run continues the count."""
     drafter = {"kind": "tests.helpers.dying", "depth": 2}
     train = {"micro_batch": 2, "ema_decay": 0.5, "schedule": "constant", "warmup_ratio": 0.0}

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from small_run import make_recipe, memory_plan, prepared, read_log
 from transformers import AutoModelForCausalLM
 
+from headstart import Backbone, Features
 from headstart.cli.train import main
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
 from headstart.training.data.batches import Batch
 from headstart.training.data.data import load_data
 from headstart.training.features.source import LiveFeatures

@@ -12,22 +12,12 @@ from families import every_head
 from guess import MIXED_TERMS, WHOLE_TERMS, Largest, TinyDrafter, V, batch, chunked, learned, naive, run, small_backbone
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
-from headstart.heads.base import Drafter
+from headstart import Backbone, Drafter, Features
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import Sums, objective, require_comparable
-from headstart.training.objective.terms import (
-    FEATURES,
-    TERMS,
-    compare,
-    gradient,
-    known_target,
-    mix,
-    soft_target,
-)  # fmt: skip
+from headstart.training.objective.terms import FEATURES, TERMS, compare, gradient, known_target, mix, soft_target
 from headstart.training.recipe import training as recipe
 from headstart.training.recipe.recipe import Objective
 
@@ -43,9 +33,7 @@ CASES = [(terms, "geometric") for terms in [*WHOLE_TERMS, *MIXED_TERMS]] + [(ter
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(1, V, 2)], ids=["whole", "draft"])
 @pytest.mark.parametrize(("terms", "weights"), CASES, ids=str)
-def test_same_as_naive_forward_and_backward(
-    backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None, weights: Weights
-) -> None:
+def test_as_naive_forward_and_backward(backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None, weights: Weights) -> None:
     torch.manual_seed(2)
     drafter = TinyDrafter(backbone, 3, vocabulary).double()
     features = batch(backbone)

@@ -12,9 +12,7 @@ from families import FAMILIES, VOCAB, backbone, following, random_drafter, texts
 from guess import mixture, small_backbone
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
-from headstart.heads.base import Drafter
+from headstart import Backbone, Drafter, Features
 from headstart.heads.methods import build_drafter
 from headstart.support.pytree import map_tensors
 from headstart.training.data.batches import collate

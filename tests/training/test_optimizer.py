@@ -7,8 +7,7 @@ import torch
 from families import backbone, tiny
 from torch import nn
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter
+from headstart import Backbone, Drafter
 from headstart.heads.methods import build_drafter, methods
 from headstart.training.recipe.recipe import Train
 from headstart.training.run.optimizer import Muon, MuonAdamW, build_optimizer, learning_rate, orthogonal

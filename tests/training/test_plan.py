@@ -1,27 +1,24 @@
 """``headstart plan``: its memory estimate matches a real step, a recipe that fits fits, and errors are one line."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, refuses, report_of
 from families import build as build_model
 from small_run import make_recipe, memory_plan
 from test_hybrid import CONFIGS
 from tiny_models import tiny_model
 
+from headstart import load_recipe, load_tokenizer
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.support.errors import UserError
 from headstart.training.data.kept import Splits
 from headstart.training.plan.duration import best_chain, likely, tau
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.plan.plan import disk, find_machine, largest, read_data
 from headstart.training.plan.table import lines, time_lines
-from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
 
@@ -41,13 +38,6 @@ def test_the_largest_of_a_curve_fits() -> None:
     assert 97 <= largest(lambda n: n * n, 0, 3, 10_000, 10**6) <= 100
 
 
-def planned(small: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    file = tmp_path / "plan.json"
-    assert main(["plan", str(small), *arguments, "--json", str(file)]) == 0
-    report: dict[str, Any] = json.loads(file.read_text())
-    return report
-
-
 @pytest.mark.parametrize("kind", ["gemma3n_text", "qwen4_exp_text"])
 def test_a_model_that_asks_for_values(kind: str, small: Path, tmp_path: Path) -> None:
     """Gemma 3n takes a threshold from torch's normal distribution, which checks its parameters; Qwen4 chooses keys in a loop."""
@@ -57,7 +47,7 @@ def test_a_model_that_asks_for_values(kind: str, small: Path, tmp_path: Path) ->
 
 
 def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = planned(small, tmp_path, "train.epochs=2", "train.steps=null", "save.keep=3", "--no-calibration", "--memory", "2")
+    report = report_of(tmp_path, "plan", small, "train.epochs=2", "train.steps=null", "save.keep=3", "--no-calibration", "--memory", "2")
     out = capsys.readouterr().out
     assert report["memory"]["fits"] and report["memory"]["advice"] is None and "fits      " in out
     assert report["tokens"]["samples"] == 36 and report["tokens"]["steps"] == 18 and "18 steps" in out
@@ -73,19 +63,19 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.slow
 def test_what_does_not_fit_is_said(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     crowded = ["train.batch_size=512", "--memory", "0.51"]
-    report = planned(small, tmp_path, *crowded)
+    report = report_of(tmp_path, "plan", small, *crowded)
     out = capsys.readouterr().out
     assert not report["memory"]["fits"] and "does not fit: " in out and report["time_unavailable"] == "it does not fit"
     rows = report["fits"]["rows"]
     assert 0 < rows < 512 and f"train.micro_batch={rows}" in out and "largest part is torch runtime" in out
-    assert planned(small, tmp_path, f"train.batch_size={rows}", "--memory", "0.51", "--no-calibration")["memory"]["fits"]
-    report = planned(small, tmp_path, "--memory", "0.1")
+    assert report_of(tmp_path, "plan", small, f"train.batch_size={rows}", "--memory", "0.51", "--no-calibration")["memory"]["fits"]
+    report = report_of(tmp_path, "plan", small, "--memory", "0.1")
     assert report["fits"]["rows"] == report["fits"]["length"] == 0 and "nothing fits" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_gpus_share_the_batch(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = planned(small, tmp_path, "--gpus", "2", "--memory", "8")
+    report = report_of(tmp_path, "plan", small, "--gpus", "2", "--memory", "8")
     assert report["micro_batch"]["rows"] == 2 and report["machine"]["processes"] == 2
     assert report["fits"]["batch_size"] == 2 * report["fits"]["rows"]
     assert report["memory"]["phases"][TARGET_FORWARD]["gradients"] > 0, "those in the buckets"
@@ -95,7 +85,7 @@ def test_gpus_share_the_batch(small: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_real_steps_are_timed_and_nothing_is_kept(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = planned(small, tmp_path)
+    report = report_of(tmp_path, "plan", small)
     assert report["time"]["seconds_per_step"] > 0
     assert report["time"]["hours"] == pytest.approx(12 * report["time"]["seconds_per_step"] / 3600)
     out = capsys.readouterr().out
@@ -108,7 +98,7 @@ def test_real_steps_are_timed_and_nothing_is_kept(small: Path, tmp_path: Path, c
 def test_from_a_cache_the_model_is_not_loaded(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cached = ["drafter.kind=eagle3", f"cache.dir={tmp_path / 'cache'}"]
     assert main(["cache", str(small), *cached]) == 0
-    report = planned(small, tmp_path, *cached)
+    report = report_of(tmp_path, "plan", small, *cached)
     assert report["time"]["seconds_per_step"] > 0 and "cache.dir=null" in report["gain"][""]
     assert "pays      not known here: features come from a cache" in capsys.readouterr().out
 
@@ -139,7 +129,7 @@ def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture
     for path in (tmp_path / "all" / "backbone").iterdir():
         if path.name != "config.json":
             path.unlink()
-    report = planned(recipe, tmp_path)
+    report = report_of(tmp_path, "plan", recipe)
     assert report["memory"]["peak"] > 0 and report["tokens"]["tokens"] is None and report["micro_batch"]["length"] == 64
     assert "no tokenizer" in report["data_unavailable"] or "cannot load tokenizer" in report["data_unavailable"]
     assert "weights" in report["time_unavailable"] and "data      none yet" in capsys.readouterr().out
@@ -183,6 +173,5 @@ def test_packing_for_recurrent_layers_is_refused_before_anything_is_read(tmp_pat
     build_model(*CONFIGS["qwen3_next"]).save_pretrained(tmp_path / "hybrid")
     load_tokenizer("embedded").save_pretrained(tmp_path / "hybrid")
     packed = load_recipe(recipe, [f"backbone.path={tmp_path / 'hybrid'}", "data.packing=true"])
-    with pytest.raises(UserError, match=r"recurrent layers, which follow no mask: no packing \(data.packing=false\)"):
-        prepare(packed)
+    refuses(r"recurrent layers, which follow no mask: no packing \(data.packing=false\)", prepare, packed)
     assert main(["plan", str(recipe), f"backbone.path={tmp_path / 'hybrid'}", "data.packing=true"]) == 2

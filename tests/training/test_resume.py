@@ -22,13 +22,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, and in ``out`` the undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
     recipe = make_recipe(
-        folder,
-        drafter={"kind": "tests.helpers.dying", "depth": 2, "draft_vocab_size": 40},
-        train={"steps": STEPS, "batch_size": 2 * MICRO_BATCHES, "micro_batch": 2},
-        save={"every": 3, "keep": 3},
-        log={"every": 2},
+        folder, drafter={"kind": "tests.helpers.dying", "depth": 2, "draft_vocab_size": 40},
+        train={"steps": STEPS, "batch_size": 2 * MICRO_BATCHES, "micro_batch": 2}, save={"every": 3, "keep": 3}, log={"every": 2},
         eval={"every": 10},
-    )
+    )  # fmt: skip
     train_once(recipe)
     assert [state.name for state in states(folder / "out")] == ["step-00000015", "step-00000018", "step-00000020"]
     return folder

@@ -13,12 +13,11 @@ import pytest
 import shrink
 import torch
 from chat_templates import CHATML
-from errors import error_of
+from errors import error_of, output_of, refuses
 from small_run import losses, make_backbone, rows_of_text
 
 from headstart.cli.main import main
 from headstart.heads.methods import find_drafter
-from headstart.support.errors import UserError
 from headstart.training.loop import train
 from headstart.training.plan.plan import Machine, find_machine
 from headstart.training.recipe.recipe import load_recipe, split_drafter, to_dict
@@ -126,8 +125,7 @@ def test_new_recipe_gives_one_that_trains(name: str, method: str, tmp_path: Path
     assert main(command) == 2 and out.read_text() == "mine"
     refusal = r"error: .* is there already; name another file with --out, or replace it with --overwrite\n"
     assert re.fullmatch(refusal, capsys.readouterr().err)
-    assert main([*command, "--overwrite"]) == 0
-    said = capsys.readouterr().out
+    said = output_of(capsys, *command, "--overwrite")
     assert f"wrote     {out}" in said and out.read_text() in said and "fits      " in said and "largest   " not in said
     assert json.loads((tmp_path / "x.json").read_text())["peak"] > 0
     short = ["data.eval_rows=4", "train.epochs=null", "train.steps=2", "eval.prompts=1", "eval.max_new_tokens=4"]
@@ -142,8 +140,7 @@ def test_new_recipe_takes_prompts_alone(row: dict[str, Any], tmp_path: Path, cap
     model, asked, out = small_model(tmp_path, "qwen2.5-7b-instruct"), tmp_path / "asked.jsonl", tmp_path / "recipe.yaml"
     asked.write_text(f"{json.dumps(row)}\n" * 20)
     (model / "chat_template.jinja").write_text(CHATML)
-    assert main(["new-recipe", str(model), "--data", str(asked), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+    said = output_of(capsys, "new-recipe", str(model), "--data", str(asked), "--out", str(out))
     assert "data      none yet" in said and "`headstart regenerate` answers" in said and f"next      headstart regenerate {out}" in said
     assert main(["train", str(out)]) == 2 and "`headstart regenerate` answers" in capsys.readouterr().err
 
@@ -158,19 +155,16 @@ def test_new_recipe_of_several_chat_templates_without_a_default(tmp_path: Path, 
     assert "the chat templates rag, tool_use have no default; set data.chat_template to the text of one" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere/at-all"], "no backbone at 'nowhere/at-all': no such folder"),
-        ([""], "MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text"),
-        (["embedded", "--method", "eagle4"], "--method eagle4 is unknown; methods are eagle3, peagle, block, medusa"),
-        (["embedded", "--gpus", "1"], "--gpus 1: this machine has no accelerator to read the memory of; give it with --memory GB"),
-        (["embedded", "--method", "medusa", "--gpus", "1", "--memory", "1"], "nothing fits 1 x 1.0 GB, not even one row at a time"),
-        (["embedded", "--data", " "], "--data is one of ultrachat, sharegpt"),
-        (["embedded", "--data", "nowhere.jsonl"], "data file nowhere.jsonl: there is no such file"),
-        (["embedded", "--out", "recipe.txt"], "--out recipe.txt is to end in .yaml"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["nowhere/at-all"], "no backbone at 'nowhere/at-all': no such folder"),
+    ([""], "MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text"),
+    (["embedded", "--method", "eagle4"], "--method eagle4 is unknown; methods are eagle3, peagle, block, medusa"),
+    (["embedded", "--gpus", "1"], "--gpus 1: this machine has no accelerator to read the memory of; give it with --memory GB"),
+    (["embedded", "--method", "medusa", "--gpus", "1", "--memory", "1"], "nothing fits 1 x 1.0 GB, not even one row at a time"),
+    (["embedded", "--data", " "], "--data is one of ultrachat, sharegpt"),
+    (["embedded", "--data", "nowhere.jsonl"], "data file nowhere.jsonl: there is no such file"),
+    (["embedded", "--out", "recipe.txt"], "--out recipe.txt is to end in .yaml"),
+])  # fmt: skip
 def test_new_recipe_names_what_is_wrong(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,8 +214,7 @@ def test_less_memory_takes_fewer_rows_then_recomputes_and_says_so(tmp_path: Path
     rows = proposal.own["train"]["micro_batch"]
     tight = proposal.fitted(dataclasses.replace(GPU, memory=round((peak - 3_000_000) / 0.95)), facts.path)[0].own["train"]
     assert tight["micro_batch"] < rows or tight.get("gradient_checkpointing")
-    with pytest.raises(UserError, match="nothing fits 1 x .* the largest part is"):
-        proposal.fitted(dataclasses.replace(GPU, memory=100_000_000), facts.path)
+    refuses("nothing fits 1 x .* the largest part is", proposal.fitted, dataclasses.replace(GPU, memory=100_000_000), facts.path)
 
 
 def test_the_parts_are_methods_and_data_sections() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, output_of
 from safetensors.torch import load_file, save_file
 from server import Change, StatesServer, states_server
 from small_run import losses, make_recipe
@@ -176,19 +176,14 @@ def test_faults_that_begin_later_are_found_by_samples(run: Any, served: StatesSe
     assert 8 < len(checked) < len(served.asked) / 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": "other"}, "does not serve 'other'.*start the server as headstart serve-features"),
-        ({"folder": "/nowhere/at/all"}, "its files do not arrive in features.folder=/nowhere/at/all, which is not there"),
-        ({"endpoint": "ftp://there"}, "features.endpoint"),
-        ({"endpoint": "http://user:secret@there"}, r"features.endpoint is an address without user.*\(what was given is not shown\)"),
-        ({"api_key": "NO_SUCH_KEY"}, "features.api_key=NO_SUCH_KEY names no environment variable"),
-    ],
-)
-def test_settings_that_cannot_be(
-    changes: dict[str, Any], message: str, run: Any, served: StatesServer, tmp_path: Path, capsys: Any
-) -> None:
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model": "other"}, "does not serve 'other'.*start the server as headstart serve-features"),
+    ({"folder": "/nowhere/at/all"}, "its files do not arrive in features.folder=/nowhere/at/all, which is not there"),
+    ({"endpoint": "ftp://there"}, "features.endpoint"),
+    ({"endpoint": "http://user:secret@there"}, r"features.endpoint is an address without user.*\(what was given is not shown\)"),
+    ({"api_key": "NO_SUCH_KEY"}, "features.api_key=NO_SUCH_KEY names no environment variable"),
+])  # fmt: skip
+def test_impossible_settings(changes: dict[str, Any], message: str, run: Any, served: StatesServer, tmp_path: Path, capsys: Any) -> None:
     line = error_of(capsys, "train", *command(run[0], served, **changes), f"save.dir={tmp_path}/out")
     assert re.search(message, line) and "secret" not in line, line
 
@@ -199,13 +194,11 @@ def test_what_needs_the_backbone_here_is_refused(change: str, run: Any, served: 
 
 
 def test_the_line_of_a_server(run: Any, capsys: Any) -> None:
-    assert main(["serve-features", "--cpu", "--port", "8123", str(run[0] / "recipe.yaml")]) == 0
-    line = capsys.readouterr().out
+    line = output_of(capsys, "serve-features", "--cpu", "--port", "8123", str(run[0] / "recipe.yaml"))
     assert f"--served-model-name {NAME} --port 8123 --max-model-len 65" in line and "--no-enable-prefix-caching" in line
     assert '"eagle_aux_hidden_state_layer_ids": [1, 3, 5, 6]' in line and '"kv_connector": "HiddenStatesOnCPU"' in line
     assert line.startswith("PYTHONPATH=") and "-m vllm.entrypoints.openai.api_server --model" in line
-    assert main(["serve-features", "--gpus", "4", str(run[0] / "recipe.yaml"), "backbone.dtype=bf16"]) == 0
-    line = capsys.readouterr().out
+    line = output_of(capsys, "serve-features", "--gpus", "4", str(run[0] / "recipe.yaml"), "backbone.dtype=bf16")
     assert line.startswith("vllm serve ") and "--tensor-parallel-size 4" in line
     assert '"kv_connector": "ExampleHiddenStatesConnector"' in line
     assert "--dtype bfloat16" in line and '"shared_storage_path": "/dev/shm/headstart-features"' in line

@@ -78,33 +78,29 @@ def test_an_override_reaches_its_drafter(together: Path) -> None:
     assert list(load_recipe(together / "recipe.yaml", ["heads=[{kind: medusa}]"]).per_drafter()) == ["medusa"]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("drafter={kind: medusa}", "heads stand in place of drafter, not beside it; leave one out"),
-        ("heads=[{kind: medusa}, {kind: medusa}]", "heads[1] is named 'medusa' like another"),
-        ("heads=[medusa]", "heads[0] is a mapping with kind"),
-        ("heads=[{depth: 3}]", "heads[0].name is text; got None"),
-        ("heads=[{kind: medusa, name: ../x}]", "'../x' cannot name a folder in save.dir"),
-        ("heads=[{kind: medusa, name: state}]", "'state' cannot name a folder in save.dir"),
-        ("heads={x: {depth: 3}}", "missing key heads.x.kind"),
-        ("heads.wide.layer=3", "unknown key heads.wide.layer; did you mean heads.wide.layers?"),
-        ("heads.wide.depth=0", "heads.wide.depth is a whole number of at least 1 and at most 128; got 0"),
-        ("heads=[]", "missing key drafter.kind"),
-        ("heads.wide.train={steps: 3}", "heads.wide.train.steps is the same for all heads, which share the backbone's forward pass; set"),
-        ("heads.wide.train={lrr: 3}", "heads.wide: unknown key train.lrr; did you mean train.lr?"),
-        ("heads.wide.train={lr: 0}", "heads.wide: train.lr is a number above 0 or 'auto'; got 0"),
-        ("heads.wide.objective=kl", "heads.wide.objective is a section with keys of its own; got 'kl'"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("drafter={kind: medusa}", "heads stand in place of drafter, not beside it; leave one out"),
+    ("heads=[{kind: medusa}, {kind: medusa}]", "heads[1] is named 'medusa' like another"),
+    ("heads=[medusa]", "heads[0] is a mapping with kind"),
+    ("heads=[{depth: 3}]", "heads[0].name is text; got None"),
+    ("heads=[{kind: medusa, name: ../x}]", "'../x' cannot name a folder in save.dir"),
+    ("heads=[{kind: medusa, name: state}]", "'state' cannot name a folder in save.dir"),
+    ("heads={x: {depth: 3}}", "missing key heads.x.kind"),
+    ("heads.wide.layer=3", "unknown key heads.wide.layer; did you mean heads.wide.layers?"),
+    ("heads.wide.depth=0", "heads.wide.depth is a whole number of at least 1 and at most 128; got 0"),
+    ("heads=[]", "missing key drafter.kind"),
+    ("heads.wide.train={steps: 3}", "heads.wide.train.steps is the same for all heads, which share the backbone's forward pass; set"),
+    ("heads.wide.train={lrr: 3}", "heads.wide: unknown key train.lrr; did you mean train.lr?"),
+    ("heads.wide.train={lr: 0}", "heads.wide: train.lr is a number above 0 or 'auto'; got 0"),
+    ("heads.wide.objective=kl", "heads.wide.objective is a section with keys of its own; got 'kl'"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(together: Path, override: str, message: str) -> None:
     assert message in refusal(load_recipe, together / "recipe.yaml", [override])
 
 
 def test_another_set_of_drafters_is_refused_on_resume(together: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "was trained by another recipe: heads.eagle3.depth (was 3, now None)" in error_of(
-        capsys, "train", together / "recipe.yaml", "heads=[{kind: medusa}]", "train.steps=9"
-    )
+    error = error_of(capsys, "train", together / "recipe.yaml", "heads=[{kind: medusa}]", "train.steps=9")
+    assert "was trained by another recipe: heads.eagle3.depth (was 3, now None)" in error
 
 
 # Runs with on-policy training: independent of how a step is split, resumable, and effective; impossible settings are refused.

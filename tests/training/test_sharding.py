@@ -17,13 +17,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from watched import watched
 
+from headstart import load_backbone, load_recipe
 from headstart.cli.train import main
-from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.training.features import source as opened
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import TARGET_FORWARD, MemoryPlan, MicroBatch
-from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.processes import keep_group, shard_layers, to_local
 
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
@@ -145,9 +144,8 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_training_each_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 processes were started and found no accelerator, so each would train alone" in error_of(
-        capsys, "train", make_recipe(tmp_path, 6)
-    )
+    error = error_of(capsys, "train", make_recipe(tmp_path, 6))
+    assert "2 processes were started and found no accelerator, so each would train alone" in error
 
 
 def test_processes_that_cannot_meet_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, output_of
 from safetensors.torch import load_file, save_file
 from server import StatesServer, states_server
 from small_run import losses, make_recipe, read_log
@@ -127,8 +127,7 @@ def test_an_export_is_verified_without_running_the_backbone(
     file = next(out.glob("*.safetensors"))
     tensors = load_file(file)
     save_file(tensors | {"fc.weight": tensors["fc.weight"].roll(32, 1)}, file, {"format": "pt"})
-    assert main(["verify", str(out)]) == 1
-    assert "fc.weight" in capsys.readouterr().out
+    assert "fc.weight" in output_of(capsys, "verify", str(out), status=1)
 
 
 @pytest.mark.slow
@@ -140,8 +139,7 @@ def test_recipe_and_plan_say_train_and_export_only(target: Any, tmp_path: Path, 
     assert main([*arguments, "--out", str(recipe)]) == 0
     assert sum("train and export only" in line for line in capsys.readouterr().out.splitlines()) == 1
     assert "endpoint" not in recipe.read_text()
-    assert main(["plan", "--gpus", "1", "--memory", "1.2", "--no-calibration", str(recipe)]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, "plan", "--gpus", "1", "--memory", "1.2", "--no-calibration", str(recipe))
     assert sum("train and export only" in line for line in out.splitlines()) == 1 and "backbone activations" in out
     error = error_of(capsys, *arguments[:-1], "draft_model", "--out", f"{tmp_path}/draft_model.yaml")
     assert error.startswith("error: a draft model of type ")

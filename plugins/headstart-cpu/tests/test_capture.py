@@ -16,14 +16,12 @@ from headstart_cpu.trace import Trace
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.heads.layers.rows import FixedMemory
 from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.captured import PATIENCE, SHORT_PATIENCE, Captured, Stopwatch
 from headstart.inference.engine.drafter_source import DrafterSource
 from headstart.inference.engine.processing import MOST_LEFT, Filters
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.pytree import builder, flatten
 
 CPU = torch.device("cpu")

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refuses
 from families import backbone, prompts, random_drafter, say
 from headstart_cpu import trace
 from test_capture import CPU, Counted, captured_by
 from torch import Tensor
 
+from headstart import SpeculativeModel, TreeShape
 from headstart.inference.capture import captured as capturing
 from headstart.inference.capture.capture import Capturer, CaptureReport
 from headstart.inference.capture.captured import PATIENCE
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 
@@ -81,20 +81,15 @@ def without_private_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_create_function_from_graph")
 
 
-@pytest.mark.parametrize(
-    ("missing", "reason"),
-    [
-        (lambda monkeypatch: monkeypatch.delattr(torch.jit, "optimized_execution"), "has no torch.jit.optimized_execution"),
-        (without_private_functions, "lacks torch._C._jit_pass_cse, torch._C._create_function_from_graph, with which traces are made"),
-        (
-            lambda monkeypatch: monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0)),
-            "torch.jit does not support Python 3.14 and later",
-        ),
-    ],
-)
-def test_without_traces_auto_captures_nothing_and_says_so(
-    missing: Callable[[pytest.MonkeyPatch], None], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("missing", "reason"), [
+    (lambda monkeypatch: monkeypatch.delattr(torch.jit, "optimized_execution"), "has no torch.jit.optimized_execution"),
+    (without_private_functions, "lacks torch._C._jit_pass_cse, torch._C._create_function_from_graph, with which traces are made"),
+    (
+        lambda monkeypatch: monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0)),
+        "torch.jit does not support Python 3.14 and later",
+    ),
+])  # fmt: skip
+def test_without_traces_auto_captures_nothing_and_says_so(missing: Callable[[pytest.MonkeyPatch], None], reason: str, caplog: Any) -> None:
     on, row = backbone("shallow"), {"input_ids": prompts((9,))[0][None]}
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "tree": TreeShape(8, 3)}
     truth, drafter = say(SpeculativeModel(on, capture="off"), row, **options), random_drafter("medusa", on)
@@ -106,8 +101,7 @@ def test_without_traces_auto_captures_nothing_and_says_so(
         assert report.backend == "off" and reason in str(report.fallback)
         Capturer("auto", CPU)
         assert len(caplog.records) == 1 and reason in caplog.text
-        with pytest.raises(UserError, match="capture 'trace' cannot be used: .*; choose 'auto' or 'off'"):
-            Capturer("trace", CPU)
+        refuses("capture 'trace' cannot be used: .*; choose 'auto' or 'off'", Capturer, "trace", CPU)
 
 
 def test_no_private_function_goes_unlisted() -> None:
@@ -129,8 +123,7 @@ def test_backends_are_chosen_by_name_or_refused_with_the_reason() -> None:
     for name, reason in (("always", "no capture backend 'always'; choose auto, trace"), ("cuda-graph", "the model is on cpu")):
         with pytest.raises(UserError, match=reason):
             Capturer(name, CPU)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="capture 'trace' is for the CPU; the model is on meta"):
-        Capturer("trace", torch.device("meta"))
+    refuses("capture 'trace' is for the CPU; the model is on meta", Capturer, "trace", torch.device("meta"))
     on_meta = Capturer("auto", torch.device("meta")).report()
     assert on_meta == CaptureReport("off", "auto captures nothing on meta; choose a backend by name")
 

@@ -1,6 +1,5 @@
 """``headstart compile``, and the commands that compile first."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import torch
 from architectures import CHAINS, of_transformers
 from chat_templates import make_chat_model
-from errors import error_of
+from errors import error_of, refuses, report_of
 from families import backbone, random_drafter
 from headstart_cpu import compile_model, kernels, store, workers
 from headstart_cpu.program import NotCompiled, Program, Region
@@ -22,14 +21,13 @@ from needs import needs_a_compiler
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import headstart
+from headstart import Backbone, SpeculativeModel, load_backbone
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.capture.capture import choose
 from headstart.inference.capture.plugin import all_nearly_equal
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import CPU_WIDTH, TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.runtime import Engine
 from headstart.support.errors import UserError
 
@@ -70,8 +68,7 @@ def parts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @needs_a_compiler
 def test_layers_and_drafts_are_compiled(heads: str, parts: list[int], tmp_path: Path, caplog: Any) -> None:
     model = str(Path(heads).with_name("model"))
-    assert main(["compile", model, "--heads", heads, "--json", str(tmp_path / "report.json")]) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = report_of(tmp_path, "compile", model, "--heads", heads)
     assert parts == [report["parts"]] and parts[0] > 1 and "without compiled layers" not in caplog.text
     assert (report["backbone"], report["heads"], report["folder"]) == (model, heads, str(kernels.folder()))
 
@@ -96,15 +93,12 @@ def test_bench_compiles_first_unless_it_is_not_to(heads: str, parts: list[int]) 
     assert main(command) == 0 and len(parts) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no model named; give MODEL, or --heads DIR"),
-        (["nowhere"], "no backbone at 'nowhere'"),
-        (["embedded", "--dtype", "fp16"], "cannot be compiled: the model is in float16"),
-        (["embedded", "--batch-size", "0"], "a whole number of at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "no model named; give MODEL, or --heads DIR"),
+    (["nowhere"], "no backbone at 'nowhere'"),
+    (["embedded", "--dtype", "fp16"], "cannot be compiled: the model is in float16"),
+    (["embedded", "--batch-size", "0"], "a whole number of at least 1"),
+])  # fmt: skip
 def test_what_cannot_be_compiled_is_said_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in error_of(capsys, "compile", *arguments)
 
@@ -175,9 +169,7 @@ def test_a_compiler_that_fails_is_said_and_not_tried_again(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_region_is_kept_with_the_file_about_operations_of_ours_if_it_has_some(
-    ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_region_is_kept_with_the_file_about_operations_of_ours(ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of Medusa's and MLP heads that select a row have none."""
 
     def compiled(graph: Any, inputs: Any, config_patches: dict[str, Any]) -> Path:
@@ -193,8 +185,7 @@ def test_a_region_is_kept_with_the_file_about_operations_of_ours_if_it_has_some(
 
 
 def test_compiled_layers_are_for_the_cpu() -> None:
-    with pytest.raises(UserError, match="'compile' is for the CPU; the model is on cuda: choose 'auto', 'cuda-graph' or 'off'"):
-        choose("compile", torch.device("cuda"))
+    refuses("'compile' is for the CPU; the model is on cuda: choose 'auto', 'cuda-graph' or 'off'", choose, "compile", torch.device("cuda"))
 
 
 def test_scores_in_fp32_may_differ_by_the_rounding_of_what_they_are_computed_of() -> None:
@@ -264,5 +255,4 @@ def test_a_process_that_ends_before_its_work_is_done_is_an_error_in_one_line(tmp
     kernels.library().touch()
     (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(1)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(UserError, match="has ended before its work was done"):
-        workers.compile_parts([REGION], lambda line: None)
+    refuses("has ended before its work was done", workers.compile_parts, [REGION], lambda line: None)

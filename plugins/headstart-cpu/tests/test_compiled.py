@@ -15,12 +15,10 @@ from headstart_cpu.program import Program, hold, sizes_named
 from headstart_cpu.traced import EXAMPLES, traced
 from needs import needs_a_compiler
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.inference.capture.captured import warn_once
 from headstart.inference.engine.drafter_source import DrafterSource
 from headstart.inference.engine.proposer import made
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.runtime import Engine
 from headstart.support.errors import UserError
 
@@ -156,9 +154,7 @@ def test_compiled_drafts_are_those_of_the_heads(kind: str) -> None:
 
 @pytest.mark.slow
 @needs_a_compiler
-def test_a_process_goes_on_as_it_began_with_heads_and_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_goes_on_as_it_began_with_heads_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Another process may compile at any moment: here between two texts."""
     monkeypatch.setattr(store, "code", lambda: str(tmp_path))  # nothing is kept for it
     store.compile_kernels()
@@ -198,9 +194,7 @@ def test_weights_that_change_are_packed_again() -> None:
 
 
 @needs_a_compiler
-def test_where_it_computes_otherwise_decoding_goes_on_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_it_computes_otherwise_decoding_goes_on_with_one_line(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     on, rows, run = in_bf16(), left_padded(prompts([9])), Loaded.__call__
     expected = say(SpeculativeModel(on, capture="off"), rows, max_new_tokens=12)
     monkeypatch.setattr(Loaded, "__call__", lambda self, tensors: [-one for one in run(self, tensors)])

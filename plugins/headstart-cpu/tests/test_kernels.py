@@ -16,8 +16,7 @@ from headstart_cpu.program import NotCompiled, Packed
 from needs import needs_a_compiler
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.inference.generate import load
+from headstart import load, load_backbone, load_tokenizer
 from headstart.serving.quantize import rounded
 from headstart.support.devices import cxx
 
@@ -180,13 +179,9 @@ def test_heads_that_were_rounded_have_codes(ops: Any) -> None:
 def test_numbers_at_the_limits() -> None:
     steps, tenth = torch.arange(16).float(), torch.full((32,), 0.1)
     rows = [
-        torch.zeros(32),
-        tenth,
-        -tenth,
-        torch.cat([-tenth[:9], tenth[:23]]),
-        (steps * 0.0123 - 0.07).repeat(2),
+        torch.zeros(32), tenth, -tenth, torch.cat([-tenth[:9], tenth[:23]]), (steps * 0.0123 - 0.07).repeat(2),
         (8 - steps).repeat(2) * 2e37,
-    ]
+    ]  # fmt: skip
     weight = torch.stack(rows).bfloat16()
     codes = packed({"w": weight})
     assert codes.dtype == torch.uint8

@@ -11,12 +11,12 @@ import psutil
 import pytest
 import torch
 from chat_templates import talker
-from errors import error_of
+from errors import error_of, refuses
 from families import backbone, build, prompts, random_drafter, tiny
 from transformers import GenerationConfig
 
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.chat.prompts import Prompt, Prompter
-from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench import bench
 from headstart.inference.bench.bench import Plan, Race, compare
 from headstart.inference.bench.results import busy, memory_bandwidth, repeated_ngrams, weight_bytes
@@ -24,11 +24,8 @@ from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuat
 from headstart.inference.bench.table import AR, capture_notes, conclusions, print_report, report_page, rows_at
 from headstart.inference.capture.capture import CaptureReport
 from headstart.inference.engine.suffix import SuffixProposer
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
 from headstart.inference.steps import Tally
-from headstart.support.errors import UserError
 
 TREE = TreeShape(8, 3)
 NAMED = {"backbone": "tiny", "prompts_files": ["p.jsonl"]}
@@ -200,8 +197,7 @@ def test_transformers_assisted_decoding_beside_heads(heads):
 
 def test_an_assistant_of_another_vocabulary(heads, tmp_path):
     build("Llama", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="has a vocabulary of 40 tokens, the backbone .* one of 61"):
-        load_assistant(str(tmp_path), heads.backbone, False)
+    refuses("has a vocabulary of 40 tokens, the backbone .* one of 61", load_assistant, str(tmp_path), heads.backbone, False)
 
 
 def test_tasks_are_told_apart(heads):
@@ -254,8 +250,7 @@ def test_what_does_not_fit_the_context():
     report = compare([("m", heads)], [short, long], Plan(30, tree=TREE))
     assert (report["dropped_prompts"], report["set_aside"], report["prompts"]) == (1, [2], 1)
     assert "dropped, too long for the context or refused by the template: 1 prompts [2], 0 later turns" in printed(report)
-    with pytest.raises(UserError, match="the shortest prompt has"):
-        compare([("m", heads)], [long], Plan(30, tree=TREE))
+    refuses("the shortest prompt has", compare, [("m", heads)], [long], Plan(30, tree=TREE))
 
 
 def test_bandwidth_counts_every_pass(heads):

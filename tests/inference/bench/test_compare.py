@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import talker
-from errors import error_of
+from errors import error_of, output_of
 from families import prompts, random_drafter
 from recorded import Change, a_logit, a_value, last_places, like_smollm2, register
 from tiny_models import tiny_model
 from webpage import Reader
 
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.chat.prompts import Prompt
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.compare import Comparison, comparison_page, read_comparison
 from headstart.inference.bench.judging import Entry, sentence
@@ -26,8 +26,6 @@ from headstart.inference.bench.systems import AR
 from headstart.inference.bench.table import print_report, report_page
 from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.judge import Judgement
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 
 
 def entry(tau: float, speed: float, **more: object) -> dict:
@@ -58,8 +56,7 @@ def test_it_pairs_by_name_then_by_order_and_gives_the_changes(tmp_path: Path, ca
     both = read_comparison(before, write(tmp_path, "after.json", after))
     assert [pair.system for pair in both.pairs] == ["AR (headstart)", "out/old → out/new"]
     page = tmp_path / "page.html"
-    assert main(["compare", before, str(tmp_path / "after.json"), "--html", str(page)]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, "compare", before, str(tmp_path / "after.json"), "--html", str(page))
     assert "+50.0%" in out and "+100.0%" in out and "2.00" in out and "3.00" in out
     assert out.count("out/old → out/new") == 3  # itself and its two tasks
     assert "out/old → out/new" in page.read_text() and "extra" not in out
@@ -106,12 +103,10 @@ def run(folder: Path, name: str, backbone: str = "tiny", lr: float = 0.1) -> str
 
 def test_training_runs_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [run(tmp_path, "a"), run(tmp_path, "a2", lr=0.2), run(tmp_path, "c", lr=0.3)]
-    assert main(["compare", *paths]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, "compare", *paths)
     assert all(path in out for path in paths) and "train.lr" in out and "save.dir" not in out
-    assert "for the curves of runs, train with log.tensorboard=true or log.wandb" in error_of(
-        capsys, "compare", *paths, "--html", tmp_path / "runs.html"
-    )
+    error = error_of(capsys, "compare", *paths, "--html", tmp_path / "runs.html")
+    assert "for the curves of runs, train with log.tensorboard=true or log.wandb" in error
 
 
 def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,20 +121,15 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         assert expected in error_of(capsys, "compare", *paths)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ("{", "is damaged"), ("[]", "is damaged"), ('{"loss": 1}', "is no report"), ("\x00", "is damaged"),
-        ({"results": [{}]}, "results.0"), ({"results": None}, "results"), ({"versions": []}, "versions"),
-        ({"baselines": ["x"]}, "baselines.0"),
-        ({"results": [entry(2.0, 15.0, head="x", identical="x")]}, "results.0.identical"),
-        ({"results": [entry(2.0, 15.0, head="x") | {"tau": None}]}, "results.0.tau"),
-        ({"results": [entry(2.0, 15.0, head="x", acceptance_per_depth=["x"])]}, "results.0.acceptance_per_depth.0"),
-    ],
-)  # fmt: skip
-def test_a_damaged_report_or_another_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict | str, named: str
-) -> None:
+@pytest.mark.parametrize(("changes", "named"), [
+    ("{", "is damaged"), ("[]", "is damaged"), ('{"loss": 1}', "is no report"), ("\x00", "is damaged"),
+    ({"results": [{}]}, "results.0"), ({"results": None}, "results"), ({"versions": []}, "versions"),
+    ({"baselines": ["x"]}, "baselines.0"),
+    ({"results": [entry(2.0, 15.0, head="x", identical="x")]}, "results.0.identical"),
+    ({"results": [entry(2.0, 15.0, head="x") | {"tau": None}]}, "results.0.tau"),
+    ({"results": [entry(2.0, 15.0, head="x", acceptance_per_depth=["x"])]}, "results.0.acceptance_per_depth.0"),
+])  # fmt: skip
+def test_a_damaged_report_or_another_file_is_named(tmp_path: Path, capsys: Any, changes: dict | str, named: str) -> None:
     (tmp_path / "b.json").write_text(changes if isinstance(changes, str) else json.dumps(report(**changes)))
     error = error_of(capsys, "compare", write(tmp_path, "a.json", report()), tmp_path / "b.json")
     assert (named if isinstance(changes, str) else f"b.json is damaged ({named}") in error
@@ -194,15 +184,12 @@ def printed(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("change", "dtype"),
-    [
-        (a_logit, torch.bfloat16),
-        pytest.param(a_value, torch.float32, marks=pytest.mark.slow),
-        pytest.param(a_logit, torch.float32, marks=pytest.mark.slow),
-        pytest.param(a_value, torch.bfloat16, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("change", "dtype"), [
+    (a_logit, torch.bfloat16),
+    pytest.param(a_value, torch.float32, marks=pytest.mark.slow),
+    pytest.param(a_logit, torch.float32, marks=pytest.mark.slow),
+    pytest.param(a_value, torch.bfloat16, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_one_changed_value_of_a_replay_is_a_fault(change: Change, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, change)
     report = measured(dtype)

@@ -10,14 +10,12 @@ import torch
 from families import Scripted, backbone, prompts, tiny
 from transformers import GenerationConfig
 
+from headstart import Backbone, SpeculativeModel, TreeShape
 from headstart.chat.prompts import Prompt
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.systems import HeadstartSystem
 from headstart.inference.bench.table import print_report, report_page
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_by_transformers, continue_text, continue_texts, measure_tau
 from headstart.inference.steps import Tally
 from headstart.serving.verify.drafts import Round, Transcript, acceptance

@@ -23,14 +23,9 @@ def test_rows_of_every_kind(tmp_path):
     conversation = [{"from": "human", "value": "What is two?"}, {"from": "gpt", "value": "It is four."}]
     rendered = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\n"
     rows = [
-        {"messages": chat(*TURNS)},
-        {"conversations": conversation},
-        {"turns": ["What is two?", "And three?"]},
-        {"prompt": "What is two?"},
-        {"prompt": chat(TURNS[0])},
-        {"question": "What is two?"},
-        {"text": "two two two two", "id": 7},
-    ]
+        {"messages": chat(*TURNS)}, {"conversations": conversation}, {"turns": ["What is two?", "And three?"]},
+        {"prompt": "What is two?"}, {"prompt": chat(TURNS[0])}, {"question": "What is two?"}, {"text": "two two two two", "id": 7},
+    ]  # fmt: skip
     file = tmp_path / "rows.jsonl.gz"
     file.write_bytes(gzip.compress("\n\n".join(json.dumps(row) for row in rows).encode()))
     whole = f"{rendered}It is four.<|im_end|>\n<|im_start|>user\nAnd three?<|im_end|>\n<|im_start|>assistant\n"
@@ -77,28 +72,25 @@ def test_text_is_cut(tmp_path):
     assert read_prompts(file, Prompter(tokenizer))[0].ids_T.tolist() == ids[: (len(ids) + 1) // 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("p.csv", "a", "its name should end in .jsonl"),
-        ("p.jsonl", None, "there is no such file"),
-        ("p.jsonl", "\n\n", "holds no prompts"),
-        ("p.jsonl", '{"text": "a b c d"}\n{"text": ', "line 2: not valid JSON"),
-        ("p.jsonl", "[1]", "line 1: a row is a mapping"),
-        ("p.jsonl", '{"body": "a"}', "line 1: no column to ask with (found body; known: messages, conversations"),
-        ("p.jsonl", '{"prompt": 3}', "prompt: text expected; got int"),
-        ("p.jsonl", '{"turns": ["a", 3]}', "turns: text expected; got int"),
-        ("p.jsonl", '{"messages": "a"}', "messages: a conversation is a list of turns, each a mapping; got 'a'"),
-        ("p.jsonl", '{"messages": [{"speaker": "a"}]}', "this one has speaker"),
-        ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
-        ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
-        ("p.jsonl", json.dumps({"prompt": json.dumps(chat(TURNS[0]))}), "no chat template"),
-        ("p.jsonl", json.dumps({"prompt": chat(*TURNS[:2])}), "prompt ends with the assistant's turn: nothing is asked; end it with"),
-        ("p.jsonl", '{"text": "a", "question": "b"}', "the row has question and text, of which either may be what to ask; leave one"),
-        ("p.jsonl", '{"instruction": "a", "input": 3}', "instruction, input go together where all are text; got input 3"),
-        ("p.jsonl.gz", "not compressed", "line 1: not valid JSON"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("p.csv", "a", "its name should end in .jsonl"),
+    ("p.jsonl", None, "there is no such file"),
+    ("p.jsonl", "\n\n", "holds no prompts"),
+    ("p.jsonl", '{"text": "a b c d"}\n{"text": ', "line 2: not valid JSON"),
+    ("p.jsonl", "[1]", "line 1: a row is a mapping"),
+    ("p.jsonl", '{"body": "a"}', "line 1: no column to ask with (found body; known: messages, conversations"),
+    ("p.jsonl", '{"prompt": 3}', "prompt: text expected; got int"),
+    ("p.jsonl", '{"turns": ["a", 3]}', "turns: text expected; got int"),
+    ("p.jsonl", '{"messages": "a"}', "messages: a conversation is a list of turns, each a mapping; got 'a'"),
+    ("p.jsonl", '{"messages": [{"speaker": "a"}]}', "this one has speaker"),
+    ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
+    ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
+    ("p.jsonl", json.dumps({"prompt": json.dumps(chat(TURNS[0]))}), "no chat template"),
+    ("p.jsonl", json.dumps({"prompt": chat(*TURNS[:2])}), "prompt ends with the assistant's turn: nothing is asked; end it with"),
+    ("p.jsonl", '{"text": "a", "question": "b"}', "the row has question and text, of which either may be what to ask; leave one"),
+    ("p.jsonl", '{"instruction": "a", "input": 3}', "instruction, input go together where all are text; got input 3"),
+    ("p.jsonl.gz", "not compressed", "line 1: not valid JSON"),
+])  # fmt: skip
 def test_faults_in_files_of_prompts(tmp_path, name, content, message):
     file = tmp_path / name
     if content is not None:

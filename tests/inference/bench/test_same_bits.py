@@ -8,8 +8,8 @@ import torch
 from families import SIZES, VOCAB, backbone, build, prompts, random_drafter, say, shake, tiny
 from needs import needs_a_compiler
 
+from headstart import Backbone, SpeculativeModel, TreeShape, load, load_backbone, load_tokenizer
 from headstart.chat.prompts import Prompt
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
 from headstart.inference.bench import judging
 from headstart.inference.bench.bench import Plan, compare
@@ -17,8 +17,6 @@ from headstart.inference.bench.judging import LogitsComparison, continued
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture import onednn
 from headstart.inference.capture.capture import BackendName
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
 from headstart.support.devices import bf16_instructions
 
@@ -151,16 +149,13 @@ def test_logits_that_differ_are_counted() -> None:
     assert (found.positions, found.differing, found.largest_difference) == (6, 2, torch.inf)
 
 
-@pytest.mark.parametrize(
-    ("saved", "instructions", "dtype", "loaded"),
-    [
-        (torch.bfloat16, True, "auto", torch.bfloat16),
-        (torch.bfloat16, False, "auto", torch.float32),
-        (torch.float32, True, "auto", torch.float32),
-        (torch.float16, True, "auto", torch.float32),
-        (torch.bfloat16, True, "fp32", torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("saved", "instructions", "dtype", "loaded"), [
+    (torch.bfloat16, True, "auto", torch.bfloat16),
+    (torch.bfloat16, False, "auto", torch.float32),
+    (torch.float32, True, "auto", torch.float32),
+    (torch.float16, True, "auto", torch.float32),
+    (torch.bfloat16, True, "fp32", torch.float32),
+])  # fmt: skip
 def test_the_dtype_on_a_cpu(saved: torch.dtype, instructions: bool, dtype: str, loaded: torch.dtype, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("headstart.heads.backbone.model_config.bf16_instructions", lambda: instructions)
     tiny("llama").to(saved).save_pretrained(tmp_path)
@@ -178,13 +173,10 @@ WIDER_MIXED = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2, "num_
 
 
 @needs_bf16
-@pytest.mark.parametrize(
-    ("layers", "dtype"),
-    [
-        *((layers, torch.bfloat16) for layers in OTHER_LAYERS),
-        *(pytest.param(layers, torch.float32, marks=pytest.mark.slow) for layers in ("experts", "recurrent")),
-    ],
-)
+@pytest.mark.parametrize(("layers", "dtype"), [
+    *((layers, torch.bfloat16) for layers in OTHER_LAYERS),
+    *(pytest.param(layers, torch.float32, marks=pytest.mark.slow) for layers in ("experts", "recurrent")),
+])  # fmt: skip
 def test_drafts_change_no_bit_of_other_layers(layers: str, dtype: torch.dtype) -> None:
     name, sizes = OTHER_LAYERS[layers]
     on = Backbone(build(name, SIZES | WIDER_MIXED | sizes).to(dtype))

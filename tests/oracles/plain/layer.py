@@ -99,17 +99,11 @@ def read_shape(config: Mapping[str, Any], layers: int | None = None) -> LayerSha
     assert config.get("hidden_act", "silu") == "silu"
     heads, count = config["num_attention_heads"], layers or config.get("num_hidden_layers") or 1
     return LayerShape(
-        hidden=config["hidden_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        intermediate=config["intermediate_size"],
-        eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(config),
-        layers=count,
-        windows=_windows(config, count),
+        hidden=config["hidden_size"], heads=heads, kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads, intermediate=config["intermediate_size"],
+        eps=float(config.get("rms_norm_eps", 1e-6)), rope=read_rope(config), layers=count, windows=_windows(config, count),
         bias=bool(config.get("attention_bias")),
-    )
+    )  # fmt: skip
 
 
 def _windows(config: Mapping[str, Any], count: int) -> tuple[int | None, ...]:

@@ -20,6 +20,7 @@ from chat_templates import (
     make_tokenizer,
     write_rows,
 )
+from errors import refusal, refuses, report_of
 from tokenizers import normalizers
 from webpage import Reader
 
@@ -78,9 +79,7 @@ def test_a_text_may_begin_with_what_the_prompt_has_opened(tmp_path: Path) -> Non
 def test_another_prompt_than_transformers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = conversation.Chat.tokens
     monkeypatch.setattr(conversation.Chat, "tokens", lambda self, texts: tokens(self, [text.replace("Hi", "Ho") for text in texts]))
-    with pytest.raises(UserError) as caught:
-        loaded(tmp_path, conversations())
-    error = str(caught.value)
+    error = refusal(loaded, tmp_path, conversations())
     assert error.startswith("only 0 of 12 answers are tokenised as they are written (of some of the rows). ")
     assert "rows.jsonl, row 1, turn 1, its prompt: from token" in error and "the prompt is not what apply_chat_template gives" in error
     tokenizer = make_tokenizer(CHATML)
@@ -100,8 +99,7 @@ def test_few_exceptions_pass(tmp_path: Path) -> None:
     odd = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It<|im_end|>is"}]}]
     check = loaded(tmp_path, conversations(60) + odd).check
     assert check is not None and check.answers - check.same == 1 and "row 61, turn 1" in str(check.first)
-    with pytest.raises(UserError, match="only 12 of 13 answers"):
-        loaded(tmp_path, conversations(8) + odd)
+    refuses("only 12 of 13 answers", loaded, tmp_path, conversations(8) + odd)
 
 
 def test_text_that_does_not_say_what_was_written_is_an_error(tmp_path: Path) -> None:
@@ -114,18 +112,16 @@ def test_text_that_does_not_say_what_was_written_is_an_error(tmp_path: Path) -> 
 
 def test_tokens_of_another_tokenizer_are_an_error(tmp_path: Path) -> None:
     other = make_tokenizer(CHATML, special="<|im_start|> <|im_end|> <|a|> <|b|> <|c|>")
-    with pytest.raises(UserError, match="only 0 of 12 .* or the token ids are another tokenizer's"):
-        loaded(tmp_path, with_ids(conversations()), other)
+    refuses("only 0 of 12 .* or the token ids are another tokenizer's", loaded, tmp_path, with_ids(conversations()), other)
 
 
 def test_train_and_inspect_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(make_chat_recipe(tmp_path, make_chat_model(tmp_path / "model", PLAIN)))
-    page, report = tmp_path / "page.html", tmp_path / "sample.json"
-    assert main(["inspect", recipe, "--row", "1", "--html", str(page), "--json", str(report)]) == 0
+    page = tmp_path / "page.html"
+    written = report_of(tmp_path, "inspect", recipe, "--row", "1", "--html", page)
     out = capsys.readouterr().out
     assert "answers   12 of 12 answers are tokenised as they are written" in out
     assert "warning the chat template writes no end-of-sequence token of the model" in " ".join(out.split())
-    written = json.loads(report.read_text())
     assert written["data"]["check"]["as_written"] == 12 and {"token", "loss"} <= written["sample"][0].keys()
     assert main(["train", recipe]) == 0
     said = capsys.readouterr().err
@@ -230,16 +226,13 @@ def test_regenerating_keeps_a_marked_turn() -> None:
 IDS = [5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize(
-    ("masks", "learned"),
-    [
-        ({"labels": [-100, -100, 7, 8, -100]}, [7, 8]),
-        ({"completion_mask": [0, 0, 1, 1, 1]}, [7, 8, 9]),
-        ({"completion_mask": [0, 1, 1, 1, 1], "assistant_masks": [1, 0, 1, 1, 0]}, [7, 8]),
-        ({"loss_mask": [0, 0, 1, 1, 1], "labels": [-100, 6, 7, -100, 9]}, [7, 9]),
-        ({"loss_mask": [0, 1, 1, 1, 1], "attention_mask": [0, 1, 1, 1, 1]}, [6, 7, 8, 9]),
-    ],
-)
+@pytest.mark.parametrize(("masks", "learned"), [
+    ({"labels": [-100, -100, 7, 8, -100]}, [7, 8]),
+    ({"completion_mask": [0, 0, 1, 1, 1]}, [7, 8, 9]),
+    ({"completion_mask": [0, 1, 1, 1, 1], "assistant_masks": [1, 0, 1, 1, 0]}, [7, 8]),
+    ({"loss_mask": [0, 0, 1, 1, 1], "labels": [-100, 6, 7, -100, 9]}, [7, 9]),
+    ({"loss_mask": [0, 1, 1, 1, 1], "attention_mask": [0, 1, 1, 1, 1]}, [6, 7, 8, 9]),
+])  # fmt: skip
 def test_every_mask_counts(masks: dict[str, Any], learned: list[int]) -> None:
     for row in ({"input_ids": IDS} | masks, {"input_ids": [IDS]} | {name: [mask] for name, mask in masks.items()}):
         (sample,), _ = make_samples([row], make_tokenizer(CHATML), Data(train="x"), source="x")
@@ -249,13 +242,9 @@ def test_every_mask_counts(masks: dict[str, Any], learned: list[int]) -> None:
 
 def test_what_nothing_reads_is_named_at_every_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     extra = {
-        "chat_template_kwargs": {"enable_thinking": False},
-        "documents": [],
-        "loss_mask": [1],
-        "absent": None,
-        "system": "Be brief.",
+        "chat_template_kwargs": {"enable_thinking": False}, "documents": [], "loss_mask": [1], "absent": None, "system": "Be brief.",
         "row": 3,
-    }
+    }  # fmt: skip
     rows = [{"messages": talk(train_detail=[], name="x")} | extra, {"messages": [talk()[0] | {"train": True}, *talk()[1:]]}]
     write_rows(tmp_path / "rows.jsonl", rows)
     for _ in range(2):  # the second one takes the tokens of the first

@@ -29,15 +29,12 @@ def tokens_of(rows: list[dict[str, Any]], **data: Any) -> list[tuple[list[int], 
     return [(one.tokens.tolist(), one.loss_mask.tolist()) for one in samples]
 
 
-@pytest.mark.parametrize(
-    ("row", "data"),
-    [
-        ({"messages": TEXT}, {}), ({"messages": f"\n {TEXT} "}, {}), ({"messages": json.dumps(TEXT)}, {}),
-        ({"messages": json.dumps(TALK, indent=2)}, {"format": "messages"}), ({"messages": [json.dumps(turn) for turn in TALK]}, {}),
-        ({"conversations": TEXT}, {}), ({"text": TEXT}, {}),
-        ({"chosen": TEXT}, {"column": "chosen"}), ({"prompt": TEXT}, {"column": "prompt"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "data"), [
+    ({"messages": TEXT}, {}), ({"messages": f"\n {TEXT} "}, {}), ({"messages": json.dumps(TEXT)}, {}),
+    ({"messages": json.dumps(TALK, indent=2)}, {"format": "messages"}), ({"messages": [json.dumps(turn) for turn in TALK]}, {}),
+    ({"conversations": TEXT}, {}), ({"text": TEXT}, {}),
+    ({"chosen": TEXT}, {"column": "chosen"}), ({"prompt": TEXT}, {"column": "prompt"}),
+])  # fmt: skip
 def test_conversations_as_json_text_are_parsed(row: dict[str, Any], data: dict[str, Any]) -> None:
     assert tokens_of([row], **data) == tokens_of([{"messages": TALK}])
 
@@ -86,16 +83,10 @@ def test_tools_and_calls_as_json_text_are_parsed() -> None:
         assert made(row) == expected
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        '{"name": "add", "arguments": {"a": 2}}',
-        '[{"name": "add", "arguments": {"a": 2}}]',
-        {"name": "add", "arguments": {"a": 2}},
-        '{"name": "add", "arguments": "{\\"a\\": 2}"}',
-        '{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}',
-    ],
-)
+@pytest.mark.parametrize("value", [
+    '{"name": "add", "arguments": {"a": 2}}', '[{"name": "add", "arguments": {"a": 2}}]', {"name": "add", "arguments": {"a": 2}},
+    '{"name": "add", "arguments": "{\\"a\\": 2}"}', '{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}',
+])  # fmt: skip
 def test_the_speakers_of_llama_factory(value: Any) -> None:
     turns = [
         {"from": "system", "value": "Be brief."}, {"from": "human", "value": "Add."}, {"from": "function_call", "value": value},
@@ -168,16 +159,13 @@ def made(row: dict[str, Any], template: str | None = CHATML, ends: tuple[int, ..
     return [(one.tokens.tolist(), one.loss_mask.tolist()) for one in samples]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": ASKED, "completion": SAID}, {"prompt": ASKED, "response": SAID}, {"query": ASKED, "response": SAID},
-        {"question": ASKED, "answer": SAID}, {"problem": ASKED, "solution": SAID, "answer": "4"}, {"input": ASKED, "output": SAID},
-        {"instruction": ASKED, "input": "", "output": SAID, "text": "### Instruction:"}, {"instruction": ASKED, "output": SAID},
-        {"instruction": ASKED, "input": [], "context": None, "output": SAID, "system": {}},
-        {"prompt": PAIR[:1], "completion": PAIR[1:]}, {"prompt": json.dumps(PAIR[:1]), "completion": SAID},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("row", [
+    {"prompt": ASKED, "completion": SAID}, {"prompt": ASKED, "response": SAID}, {"query": ASKED, "response": SAID},
+    {"question": ASKED, "answer": SAID}, {"problem": ASKED, "solution": SAID, "answer": "4"}, {"input": ASKED, "output": SAID},
+    {"instruction": ASKED, "input": "", "output": SAID, "text": "### Instruction:"}, {"instruction": ASKED, "output": SAID},
+    {"instruction": ASKED, "input": [], "context": None, "output": SAID, "system": {}},
+    {"prompt": PAIR[:1], "completion": PAIR[1:]}, {"prompt": json.dumps(PAIR[:1]), "completion": SAID},
+])  # fmt: skip
 def test_pairs_of_the_usual_names_are_conversations(row: dict[str, Any]) -> None:
     assert made(row) == made({"messages": PAIR})
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, PHI3, QWEN3, TURNS, VICUNA, chat, make_samples, make_tokenizer
-from errors import refusal
+from errors import refusal, refuses
 
 from headstart.chat.messages import read_messages
 from headstart.support.errors import UserError
@@ -24,17 +24,13 @@ def samples_of(tokenizer, *conversations: list[dict], **data) -> list[Sample]:
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-@pytest.mark.parametrize(
-    ("template", "runs"),
-    [
-        (CHATML, ["It is four.<|im_end|>", "Six, ünder one condition.<|im_end|>"]),
-        (LLAMA3, ["It is four.<|eot_id|>", "Six, ünder one condition.<|eot_id|>"]),
-        (VICUNA, [" It is four.</s>", " Six, ünder one condition.</s>"]),
-        (GEMMA, ["It is four.<end_of_turn>", "Six, ünder one condition.<end_of_turn>"]),
-        (PHI3, ["It is four.<|end|>", "Six, ünder one condition.<|end|>"]),
-    ],
-    ids=["chatml", "llama3", "vicuna", "gemma", "phi3"],
-)
+@pytest.mark.parametrize(("template", "runs"), [
+    (CHATML, ["It is four.<|im_end|>", "Six, ünder one condition.<|im_end|>"]),
+    (LLAMA3, ["It is four.<|eot_id|>", "Six, ünder one condition.<|eot_id|>"]),
+    (VICUNA, [" It is four.</s>", " Six, ünder one condition.</s>"]),
+    (GEMMA, ["It is four.<end_of_turn>", "Six, ünder one condition.<end_of_turn>"]),
+    (PHI3, ["It is four.<|end|>", "Six, ünder one condition.<|end|>"]),
+], ids=["chatml", "llama3", "vicuna", "gemma", "phi3"])  # fmt: skip
 def test_the_assistants_turns_and_their_ends_are_learned(template, runs, trim_offsets):
     tokenizer = make_tokenizer(template, trim_offsets)
     (sample,) = samples_of(tokenizer, chat(*TURNS))
@@ -88,8 +84,7 @@ def test_plain_text_is_learned_whole_with_the_tokenizers_own_special_tokens(text
 
 def test_a_recipes_template_serves_a_tokenizer_without():
     tokenizer = make_tokenizer()
-    with pytest.raises(UserError, match="has no chat template.*set data.chat_template"):
-        samples_of(tokenizer, chat(*TURNS))
+    refuses("has no chat template.*set data.chat_template", samples_of, tokenizer, chat(*TURNS))
     (sample,) = samples_of(tokenizer, chat(*TURNS), chat_template=VICUNA)
     assert learned(tokenizer, sample)[0] == " It is four.</s>"
 
@@ -114,15 +109,12 @@ def test_no_assistant_turn_anywhere_is_refused():
         samples_of(make_tokenizer(CHATML), chat(TURNS[0]), chat(("system", "x"), TURNS[0]))
 
 
-@pytest.mark.parametrize(
-    ("row", "data", "message"),
-    [
-        ({"messages": []}, {"column": "turns"}, "x has the columns messages, not turns; set data.column to one it has"),
-        ({"text": "a"}, {"format": "messages"}, "x has the columns text, not messages"),
-        ({"text": 3}, {"format": "text"}, "x, row 1: plain text expected; got int"),
-        ({"messages": [{"from": "human", "value": "x"}]}, {"format": "messages"}, "a turn has role and content; this one has from, value"),
-    ],
-)
+@pytest.mark.parametrize(("row", "data", "message"), [
+    ({"messages": []}, {"column": "turns"}, "x has the columns messages, not turns; set data.column to one it has"),
+    ({"text": "a"}, {"format": "messages"}, "x has the columns text, not messages"),
+    ({"text": 3}, {"format": "text"}, "x, row 1: plain text expected; got int"),
+    ({"messages": [{"from": "human", "value": "x"}]}, {"format": "messages"}, "a turn has role and content; this one has from, value"),
+])  # fmt: skip
 def test_rows_that_are_not_what_the_recipe_says_are_named(row, data, message):
     assert message in refusal(make_samples, [row], make_tokenizer(CHATML), Data(train="x", **data), source="x")
 
@@ -136,61 +128,55 @@ def with_call(value):
     return {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}, {"from": "function_call", "value": value}]}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"ask": "a", "told": "b"}, "columns ask, told, not messages or conversations or prompt with completion or text; name yours with"),
-        ({"messages": [{"role": "user"}, {"text": "x"}]}, "x, row 1, turn 1: a turn has role and content, or from and value; this"),
-        ({"conversations": [{"from": "alien", "value": "x"}]}, "x, row 1, turn 0: unknown speaker 'alien'; known: human, user, gpt"),
+@pytest.mark.parametrize(("row", "message"), [
+    ({"ask": "a", "told": "b"}, "columns ask, told, not messages or conversations or prompt with completion or text; name yours with"),
+    ({"messages": [{"role": "user"}, {"text": "x"}]}, "x, row 1, turn 1: a turn has role and content, or from and value; this"),
+    ({"conversations": [{"from": "alien", "value": "x"}]}, "x, row 1, turn 0: unknown speaker 'alien'; known: human, user, gpt"),
+    (
+        {"messages": [{"role": "user", "content": "Two?", "value": "Three?"}]},
+        "row 1, turn 0: content and value are names of the same; got 'Two?' and 'Three?': keep one",
+    ),
+    (
+        {"messages": [ANSWER | {"from": "Bo"}, ANSWER | {"from": "human"}]},
+        "row 1, turn 1: role and from are names of the same; got 'assistant' and 'user'",
+    ),
+    ({"messages": [ANSWER | {"weight": 0.5}]}, "x, row 1, turn 0: weight is 0 or 1, whether the turn is learned; got 0.5"),
+    (
+        {"messages": [ANSWER | {"content": [{"type": "text", "text": "Four.", "weight": 0}]}]},
+        "turn 0: a part of content has weight, which is read of whole turns: mark the turn, or remove it",
+    ),
+    # what goes on from an instruction
+    *(
         (
-            {"messages": [{"role": "user", "content": "Two?", "value": "Three?"}]},
-            "row 1, turn 0: content and value are names of the same; got 'Two?' and 'Three?': keep one",
-        ),
-        (
-            {"messages": [ANSWER | {"from": "Bo"}, ANSWER | {"from": "human"}]},
-            "row 1, turn 1: role and from are names of the same; got 'assistant' and 'user'",
-        ),
-        ({"messages": [ANSWER | {"weight": 0.5}]}, "x, row 1, turn 0: weight is 0 or 1, whether the turn is learned; got 0.5"),
-        (
-            {"messages": [ANSWER | {"content": [{"type": "text", "text": "Four.", "weight": 0}]}]},
-            "turn 0: a part of content has weight, which is read of whole turns: mark the turn, or remove it",
-        ),
-        # what goes on from an instruction
-        *(
-            (
-                {"instruction": "Double it.", "input": value, "output": "84"},
-                "x, row 1: instruction, input go together where all are text; got input",
-            )
-            for value in (0, ["a fact"], {"city": "Oslo"}, json.dumps(TALK))
-        ),
-        ({"instruction": TALK[:1], "context": "Oslo", "output": "84"}, "context go together where all are text; got instruction [{'role'"),
-        # JSON text
-        (
-            {"messages": "Two?"},
-            "row 1: a conversation is a list of turns, each a mapping; got 'Two?'; data.format=text trains on plain text",
-        ),
-        ({"messages": str(TALK)}, "; write it with json.dumps, not as Python prints it: got "),
-        ({"messages": json.dumps(TALK)[:-9]}, "row 1: not valid JSON"),
-        ({"text": str(TALK)}, "row 1: not valid JSON"),
-        ({"messages": TALK, "tools": "search"}, "row 1: tools are a list of mappings, or JSON text of one; got 'search'"),
-        ({"messages": TALK, "tools": "[{]"}, "row 1, tools: not valid JSON"),
-        (with_call("add(1)"), "row 1, turn 2, its call: not valid JSON"),
-        (with_call('{"a": 1}'), "turn 2: a call is a mapping with name and argum"),
-        (with_call(None), "turn 2: a call is a mapping with name"),
-        # tokens
-        ({"input_ids": IDS}, "x, row 1 has input_ids without loss_mask; add it (1 for tokens to learn), or set data.loss_on=all"),
-        ({"input_ids": IDS, "loss_mask": MASK[1:]}, "row 1: loss_mask is a list of zeros and ones, one for each of the 5 tokens"),
-        ({"input_ids": IDS, "loss_mask": [0, 0, 2, 1, 0]}, "loss_mask is a list of zeros and ones"),
-        ({"input_ids": IDS, "loss_mask": "00110"}, "got str"),
-        ({"input_ids": [5, "6"], "loss_mask": [0, 1]}, "input_ids is a list of token ids, whole numbers of at least 0; got [5, '6']"),
-        ({"input_ids": [5, -6], "loss_mask": [0, 1]}, "got [5, -6]"),
-        ({"input_ids": [5, True], "loss_mask": [0, 1]}, "got [5, True]"),
-        ({"input_ids": "5 6", "loss_mask": [0, 1]}, "got '5 6'"),
-        ({"input_ids": [IDS, IDS], "loss_mask": [MASK]}, "row 1: input_ids has 2 samples and loss_mask 1; give as many"),
-        ({"input_ids": IDS, "labels": [6, 7, 8, 9, -100]}, "labels is a list of the tokens of input_ids, or -100 for those not to learn"),
-        ({"input_ids": IDS, "loss_mask": [0] * 5}, "no label tokens in x"),
-    ],
-)
+            {"instruction": "Double it.", "input": value, "output": "84"},
+            "x, row 1: instruction, input go together where all are text; got input",
+        )
+        for value in (0, ["a fact"], {"city": "Oslo"}, json.dumps(TALK))
+    ),
+    ({"instruction": TALK[:1], "context": "Oslo", "output": "84"}, "context go together where all are text; got instruction [{'role'"),
+    # JSON text
+    ({"messages": "Two?"}, "row 1: a conversation is a list of turns, each a mapping; got 'Two?'; data.format=text trains on plain text"),
+    ({"messages": str(TALK)}, "; write it with json.dumps, not as Python prints it: got "),
+    ({"messages": json.dumps(TALK)[:-9]}, "row 1: not valid JSON"),
+    ({"text": str(TALK)}, "row 1: not valid JSON"),
+    ({"messages": TALK, "tools": "search"}, "row 1: tools are a list of mappings, or JSON text of one; got 'search'"),
+    ({"messages": TALK, "tools": "[{]"}, "row 1, tools: not valid JSON"),
+    (with_call("add(1)"), "row 1, turn 2, its call: not valid JSON"),
+    (with_call('{"a": 1}'), "turn 2: a call is a mapping with name and argum"),
+    (with_call(None), "turn 2: a call is a mapping with name"),
+    # tokens
+    ({"input_ids": IDS}, "x, row 1 has input_ids without loss_mask; add it (1 for tokens to learn), or set data.loss_on=all"),
+    ({"input_ids": IDS, "loss_mask": MASK[1:]}, "row 1: loss_mask is a list of zeros and ones, one for each of the 5 tokens"),
+    ({"input_ids": IDS, "loss_mask": [0, 0, 2, 1, 0]}, "loss_mask is a list of zeros and ones"),
+    ({"input_ids": IDS, "loss_mask": "00110"}, "got str"),
+    ({"input_ids": [5, "6"], "loss_mask": [0, 1]}, "input_ids is a list of token ids, whole numbers of at least 0; got [5, '6']"),
+    ({"input_ids": [5, -6], "loss_mask": [0, 1]}, "got [5, -6]"),
+    ({"input_ids": [5, True], "loss_mask": [0, 1]}, "got [5, True]"),
+    ({"input_ids": "5 6", "loss_mask": [0, 1]}, "got '5 6'"),
+    ({"input_ids": [IDS, IDS], "loss_mask": [MASK]}, "row 1: input_ids has 2 samples and loss_mask 1; give as many"),
+    ({"input_ids": IDS, "labels": [6, 7, 8, 9, -100]}, "labels is a list of the tokens of input_ids, or -100 for those not to learn"),
+    ({"input_ids": IDS, "loss_mask": [0] * 5}, "no label tokens in x"),
+])  # fmt: skip
 def test_wrong_rows_are_named(row, message):
     assert message in refusal(make_samples, [row], make_tokenizer(CHATML), Data(train="x"), source="x")
 

@@ -72,23 +72,20 @@ def test_from_conversations_to_a_report(inputs: tuple[Path, Path], tmp_path: Pat
     assert renewed.returncode == 0 and "already at step 4 of 4" in renewed.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "three arguments are needed, MODEL CONVERSATIONS OUT; got 0"),
-        (("model", "rows.jsonl"), "three arguments are needed, MODEL CONVERSATIONS OUT; got 2"),
-        (("model", "rows.jsonl", "train.lr=1"), "MODEL CONVERSATIONS OUT come before section.key=value; got 'train.lr=1'"),
-        (("model", "rows.jsonl", "out", "epochs"), "'epochs' is no setting; write section.key=value"),
-        (("model", "rows.jsonl", "out", "save.dir=x"), "save.dir is given by MODEL, CONVERSATIONS and OUT; leave save.dir=x out"),
-        (("model", "rows.jsonl", "out", "data.eval_rows=5"), "data.eval_rows is given by --held-out"),
-        (("--cores", "2", "model"), "unknown option --cores"),
-        (("--processes",), "--processes needs a value"),
-        (("--processes", "0", "m", "r", "o"), "--processes is a whole number of at least 1; got '0'"),
-        (("--until", "dawn", "m", "r", "o"), "--until is plan, regenerate, cache, train or bench; got 'dawn'"),
-        (("m", "r", FOLDER / "run.sh"), "OUT is a folder; "),
-        (("m", "r", "/proc/nowhere"), "/proc/nowhere cannot be made; choose another OUT"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "three arguments are needed, MODEL CONVERSATIONS OUT; got 0"),
+    (("model", "rows.jsonl"), "three arguments are needed, MODEL CONVERSATIONS OUT; got 2"),
+    (("model", "rows.jsonl", "train.lr=1"), "MODEL CONVERSATIONS OUT come before section.key=value; got 'train.lr=1'"),
+    (("model", "rows.jsonl", "out", "epochs"), "'epochs' is no setting; write section.key=value"),
+    (("model", "rows.jsonl", "out", "save.dir=x"), "save.dir is given by MODEL, CONVERSATIONS and OUT; leave save.dir=x out"),
+    (("model", "rows.jsonl", "out", "data.eval_rows=5"), "data.eval_rows is given by --held-out"),
+    (("--cores", "2", "model"), "unknown option --cores"),
+    (("--processes",), "--processes needs a value"),
+    (("--processes", "0", "m", "r", "o"), "--processes is a whole number of at least 1; got '0'"),
+    (("--until", "dawn", "m", "r", "o"), "--until is plan, regenerate, cache, train or bench; got 'dawn'"),
+    (("m", "r", FOLDER / "run.sh"), "OUT is a folder; "),
+    (("m", "r", "/proc/nowhere"), "/proc/nowhere cannot be made; choose another OUT"),
+])  # fmt: skip
 def test_wrong_arguments_cost_one_line(arguments: tuple[object, ...], message: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and done.stdout == ""
@@ -155,15 +152,12 @@ def more(*tokens: AddedToken) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "pieces"),
-    [
-        (make_tokenizer(CHATML), 3), (blanks("first"), 3), (blanks("always"), 3), (blanks("never"), 3),
-        (blanks("first", normalizers.Sequence([normalizers.Prepend("_"), normalizers.Lowercase()])), 3),
-        (more(AddedToken("Added"), AddedToken("a<s>b", normalized=False), AddedToken("x<|im", normalized=False)), 1),
-        (more(AddedToken("four.", lstrip=True)), 1), (more(AddedToken("user", single_word=True)), 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tokenizer", "pieces"), [
+    (make_tokenizer(CHATML), 3), (blanks("first"), 3), (blanks("always"), 3), (blanks("never"), 3),
+    (blanks("first", normalizers.Sequence([normalizers.Prepend("_"), normalizers.Lowercase()])), 3),
+    (more(AddedToken("Added"), AddedToken("a<s>b", normalized=False), AddedToken("x<|im", normalized=False)), 1),
+    (more(AddedToken("four.", lstrip=True)), 1), (more(AddedToken("user", single_word=True)), 1),
+])  # fmt: skip
 def test_pieces_have_the_tokens_of_the_whole(tokenizer: PreTrainedTokenizerFast, pieces: int) -> None:
     def called(texts: list[str]) -> list[list[int]]:
         return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

@@ -10,6 +10,7 @@ import datasets
 import pytest
 import torch
 from chat_templates import CHATML, TURNS, chat, make_samples, make_tokenizer
+from errors import error_of, refuses
 from small_run import make_recipe, read_log
 from tiny_models import CONFIG_MAPPING, built, small
 
@@ -56,10 +57,8 @@ def test_held_out_rows_are_spread_and_never_trained_on():
     assert [row for row in rows if row not in held] == train
     kept, out = hold_out([rows[:4], rows[4:]], 3, "x and y")
     assert out == [held[:2], held[2:]] and kept[0] + kept[1] == train
-    with pytest.raises(UserError, match="data.eval_rows=9 would hold out all rows of one of x and y"):
-        hold_out([rows[:4], rows[4:]], 9, "x and y")
-    with pytest.raises(UserError, match="data.eval_rows=10 would hold out all 10 rows of x"):
-        hold_out([rows], 10, "x")
+    refuses("data.eval_rows=9 would hold out all rows of one of x and y", hold_out, [rows[:4], rows[4:]], 9, "x and y")
+    refuses("data.eval_rows=10 would hold out all 10 rows of x", hold_out, [rows], 10, "x")
 
 
 def test_what_a_recipe_names(tmp_path):
@@ -128,18 +127,15 @@ def test_the_draft_vocabulary_is_the_most_frequent_learned():
     assert most_frequent(counts_V, 3).tolist() == [2, 4, 9]
     assert most_frequent(counts_V, 5).tolist() == [0, 1, 2, 4, 9]  # filled up with the lowest ids
     assert most_frequent(counts_V, 12).tolist() == list(range(12))
-    with pytest.raises(UserError, match="between 1 and 12 tokens, as many as the backbone's; got 13"):
-        most_frequent(counts_V, 13)
-    with pytest.raises(UserError, match="the tokenizer gives token 9, but the backbone embeds and scores 9 alone"):
-        count_labels(samples, 9)
+    refuses("between 1 and 12 tokens, as many as the backbone's; got 13", most_frequent, counts_V, 13)
+    refuses("the tokenizer gives token 9, but the backbone embeds and scores 9 alone", count_labels, samples, 9)
 
 
 def test_tokens_that_the_embedding_lacks_are_named(tmp_path, capsys):
     """Marian's may have fewer tokens than the output layer, or more."""
     recipe, fields = make_recipe(tmp_path), {"vocab_size": 256, "decoder_vocab_size": 90, "tie_word_embeddings": False}
     built(small(CONFIG_MAPPING["marian"]().to_dict()) | fields).save_pretrained(tmp_path / "backbone")
-    assert main([str(recipe)]) == 2
-    assert "token 220, but the backbone embeds and scores 90 alone" in capsys.readouterr().err
+    assert "token 220, but the backbone embeds and scores 90 alone" in error_of(capsys, "train", recipe)
 
 
 def test_prompts():
@@ -148,8 +144,7 @@ def test_prompts():
     assert [p.tokens.tolist() for p in prompts([text, short, talk, text], settings, 100)] == [list(range(8)), [1, 2], [0, 1, 2, 3, 4, 5]]
     assert [len(p.tokens) for p in prompts([text, short, talk], settings, 16)] == [2, 6]  # eight more would not fit
     assert prompts([], settings, 100) == []
-    with pytest.raises(UserError, match="no held-out prompt leaves eval.max_new_tokens=10 of the backbone's context of 11"):
-        prompts([text, talk], settings, 11)
+    refuses("no held-out prompt leaves eval.max_new_tokens=10 of the backbone's context of 11", prompts, [text, talk], settings, 11)
 
 
 def test_a_prompt_of_a_conversation_is_what_the_template_asks_with():

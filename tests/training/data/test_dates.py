@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, conversations, make_chat_model, make_chat_recipe, make_tokenizer, read_rows, write_rows
+from errors import error_of, output_of
 
 from headstart.chat.conversation import Chat
 from headstart.chat.template import ChatSettings
@@ -91,10 +92,9 @@ def test_a_recipe_may_set_the_instant_and_a_template_without_dates_has_none(tmp_
     assert main(["train", recipe]) == 0
     assert read_metadata(tmp_path / "out")[1]["provenance"]["recipe"]["data"]["template_time"] is None
     dated = [f"data.chat_template={json.dumps(DATED)}", f"data.template_time={TIME}"]
-    assert main(["inspect", recipe, *dated, "--json", str(tmp_path / "sample.json")]) == 0
-    assert "Today: 07:08:09 05 Feb 2024" in capsys.readouterr().out
-    assert main(["train", recipe, "data.template_time=yesterday"]) == 2
-    assert "data.template_time is an instant in ISO 8601, as '2026-11-26T09:00:00', or null; got 'yesterday'" in capsys.readouterr().err
+    assert "Today: 07:08:09 05 Feb 2024" in output_of(capsys, "inspect", recipe, *dated, "--json", str(tmp_path / "sample.json"))
+    said = "data.template_time is an instant in ISO 8601, as '2026-11-26T09:00:00', or null; got 'yesterday'"
+    assert said in error_of(capsys, "train", recipe, "data.template_time=yesterday")
 
 
 def test_a_file_of_answers_goes_on_on_another_day(tmp_path: Path, clock: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +121,7 @@ def test_a_file_of_answers_goes_on_on_another_day(tmp_path: Path, clock: list[st
 
 def test_bench_and_generate_ask_at_the_time_of_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_chat_model(tmp_path / "model", "{{ 'Year ' + strftime_now('%Y') }}" + CHATML)
-    assert main(["generate", "--backbone", str(model), "--max-new-tokens", "2", "--echo", "Hi"]) == 0
-    assert f"Year {datetime.now().year}" in capsys.readouterr().out
+    assert f"Year {datetime.now().year}" in output_of(capsys, "generate", "--backbone", str(model), "--max-new-tokens", "2", "--echo", "Hi")
     write_rows(tmp_path / "prompts.jsonl", conversations(1))
     command = ["bench", "--backbone", str(model), "--propose", "suffix", "--prompts", str(tmp_path / "prompts.jsonl")]
     assert main([*command, "--max-new-tokens", "2", "--json", str(tmp_path / "report.json")]) == 0

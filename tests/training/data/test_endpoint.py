@@ -95,18 +95,15 @@ def test_waits_grow_and_follow_retry_after() -> None:
         assert caught.value.after == seconds
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        ((500, "kernel panic\nin line 3"), "gave no answer in 3 attempts, at last status 500: kernel panic in line 3; see that it runs"),
-        ((429, {"error": "quota"}), 'gave no answer in 3 attempts, at last status 429: {"error": "quota"}'),
-        ((401, "who are you"), "refuses with status 401: who are you; name the environment variable"),
-        ((404, ""), "refuses with status 404: (no body); see that regenerate.endpoint is all that stands before /chat/completions"),
-        ((200, "<html>hello</html>"), "does not answer as OpenAI's protocol has it: <html>hello</html>"),
-        ((200, {"choices": []}), "does not answer as OpenAI's protocol has it: {'choices': []}"),
-        ((400, "no such parameter"), "refused the first 20 rows, the last one with status 400: no such parameter"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "message"), [
+    ((500, "kernel panic\nin line 3"), "gave no answer in 3 attempts, at last status 500: kernel panic in line 3; see that it runs"),
+    ((429, {"error": "quota"}), 'gave no answer in 3 attempts, at last status 429: {"error": "quota"}'),
+    ((401, "who are you"), "refuses with status 401: who are you; name the environment variable"),
+    ((404, ""), "refuses with status 404: (no body); see that regenerate.endpoint is all that stands before /chat/completions"),
+    ((200, "<html>hello</html>"), "does not answer as OpenAI's protocol has it: <html>hello</html>"),
+    ((200, {"choices": []}), "does not answer as OpenAI's protocol has it: {'choices': []}"),
+    ((400, "no such parameter"), "refused the first 20 rows, the last one with status 400: no such parameter"),
+])  # fmt: skip
 def test_it_gives_up_with_one_clear_line(ask_server: Any, tmp_path: Path, capsys: Any, reply: Reply, message: str) -> None:
     with serving(lambda path, body: reply) as server:
         assert ask_server(questions(30), server.url, "regenerate.retries=2", "regenerate.concurrency=1") == 2

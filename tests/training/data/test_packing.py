@@ -12,9 +12,8 @@ from families import DRAFTERS, FAMILIES, VOCAB, backbone, random_drafter
 from small_run import make_recipe, read_log
 from torch import Tensor
 
+from headstart import Drafter, Features
 from headstart.cli.train import main
-from headstart.heads.backbone.features import Features
-from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
 from headstart.training.data.batches import collate, pack

@@ -92,31 +92,28 @@ def xml(name: str, **arguments: str) -> str:
     return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize(
-    ("shape", "text", "content", "calls"),
-    [
-        ("qwen2.5", "\n".join([call("add", '{"a": 2}')] * 3), "", [("add", {"a": 2})] * 3),
-        ("qwen2.5", call("add", "{}"), "", [("add", {})]),
-        ("qwen2.5", f"I look.\n{call('add', '{}')}", "I look.", [("add", {})]),
-        ("qwen2.5", call("say", '{"b": "</tool_call>\\n<tool_call>"}'), "", [("say", {"b": "</tool_call>\n<tool_call>"})]),
-        ("qwen2.5", call("add", '{"a":2}'), None, []),
-        ("qwen2.5", call("add", '{"a": 2'), None, []),
-        ("qwen2.5", call("add", "[2]"), None, []),
-        ("qwen2.5", call("no name", "{}"), None, []),
-        ("qwen2.5", call("add", "{}") + "\nSo I said.", None, []),
-        ("qwen2.5", call("add", "{}")[:-1], None, []),
-        ("qwen3-coder", xml("say", b="x\ny", c="[1, 2]"), "", [("say", {"b": "x\ny", "c": [1, 2]})]),
-        ("qwen3-coder", xml("say", b="true"), "", [("say", {"b": "true"})]),
-        ("qwen3-coder", xml("add", a="2"), "", [("add", {"a": "2"})]),
-        (
-            "qwen3-coder", xml("add", a="2", b="3") + "\n" + xml("say", b="</parameter>"), "",
-            [("add", {"a": "2", "b": 3}), ("say", {"b": "</parameter>"})],
-        ),
-        ("qwen3-coder", xml("add"), None, []),
-        ("qwen3-coder", xml("add", a="2").replace("=a", "= a"), None, []),
-        ("qwen3-coder", f"I look.\n\n{xml('say', b='x')}", "I look.", [("say", {"b": "x"})]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "text", "content", "calls"), [
+    ("qwen2.5", "\n".join([call("add", '{"a": 2}')] * 3), "", [("add", {"a": 2})] * 3),
+    ("qwen2.5", call("add", "{}"), "", [("add", {})]),
+    ("qwen2.5", f"I look.\n{call('add', '{}')}", "I look.", [("add", {})]),
+    ("qwen2.5", call("say", '{"b": "</tool_call>\\n<tool_call>"}'), "", [("say", {"b": "</tool_call>\n<tool_call>"})]),
+    ("qwen2.5", call("add", '{"a":2}'), None, []),
+    ("qwen2.5", call("add", '{"a": 2'), None, []),
+    ("qwen2.5", call("add", "[2]"), None, []),
+    ("qwen2.5", call("no name", "{}"), None, []),
+    ("qwen2.5", call("add", "{}") + "\nSo I said.", None, []),
+    ("qwen2.5", call("add", "{}")[:-1], None, []),
+    ("qwen3-coder", xml("say", b="x\ny", c="[1, 2]"), "", [("say", {"b": "x\ny", "c": [1, 2]})]),
+    ("qwen3-coder", xml("say", b="true"), "", [("say", {"b": "true"})]),
+    ("qwen3-coder", xml("add", a="2"), "", [("add", {"a": "2"})]),
+    (
+        "qwen3-coder", xml("add", a="2", b="3") + "\n" + xml("say", b="</parameter>"), "",
+        [("add", {"a": "2", "b": 3}), ("say", {"b": "</parameter>"})],
+    ),
+    ("qwen3-coder", xml("add"), None, []),
+    ("qwen3-coder", xml("add", a="2").replace("=a", "= a"), None, []),
+    ("qwen3-coder", f"I look.\n\n{xml('say', b='x')}", "I look.", [("say", {"b": "x"})]),
+])  # fmt: skip
 def test_calls_are_read_where_the_template_writes_them_back(shape: str, text: str, content: str | None, calls: list[Any]) -> None:
     """A value is what it looks like unless the tool says that it is text; what would not be written back stays content."""
     of = shapes()[shape]

@@ -108,20 +108,17 @@ def test_texts_are_continued_and_never_dropped(ask: Any, talker: Path, tmp_path:
 
 
 @pytest.mark.matrix(cells=2)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["regenerate.temperature=0.5"], "regenerate.temperature was 1.0, now it is 0.5"),
-        (["regenerate.max_new_tokens=25"], "regenerate.max_new_tokens was 24, now it is 25"),
-        (["seed=4"], "seed was 0, now it is 4"),
-        (["regenerate.limit=8"], "rows was 9, now it is 8"),
-        (["data.train=other"], "data.train was"),
-        (["rows"], "hash of the rows was"),
-        (["backbone.path=embedded"], "backbone.path was"),
-        ([f"data.chat_template={json.dumps(CHATML + ' ')}"], "chat template was"),
-        (["regenerate.endpoint=http://localhost:1/v1"], "responses was 'in process', now it is 'from an endpoint'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "message"), [
+    (["regenerate.temperature=0.5"], "regenerate.temperature was 1.0, now it is 0.5"),
+    (["regenerate.max_new_tokens=25"], "regenerate.max_new_tokens was 24, now it is 25"),
+    (["seed=4"], "seed was 0, now it is 4"),
+    (["regenerate.limit=8"], "rows was 9, now it is 8"),
+    (["data.train=other"], "data.train was"),
+    (["rows"], "hash of the rows was"),
+    (["backbone.path=embedded"], "backbone.path was"),
+    ([f"data.chat_template={json.dumps(CHATML + ' ')}"], "chat template was"),
+    (["regenerate.endpoint=http://localhost:1/v1"], "responses was 'in process', now it is 'from an endpoint'"),
+])  # fmt: skip
 def test_a_half_done_file_of_something_else_is_refused(
     ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, change: list[str], message: str
 ) -> None:

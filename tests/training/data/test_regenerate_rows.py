@@ -1,6 +1,5 @@
 """``headstart regenerate`` in process: a row is written when it ends, progress is shown from the first step, unfinished answers."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import error_of, report_of
 from server import StatesServer, said, serving, states_server
 from small_run import make_recipe, prepared
 from test_regenerate import dialogues, result, rows_of
@@ -129,8 +129,7 @@ def command(server: StatesServer, folder: Path, *more: str) -> list[str]:
 
 
 def test_the_cache_has_the_backbones_own_features(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
-    assert main(["regenerate", *command(served, tmp_path, "cache.dtype=exact"), "--json", str(tmp_path / "report.json")]) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = report_of(tmp_path, "regenerate", *command(served, tmp_path, "cache.dtype=exact"))
     assert report["rows_written"] == 40 and report["cache"]["shards_missing"] == 0
     assert f"next      train with data.train={tmp_path}/answers.jsonl cache.dir={tmp_path}/cache" in capsys.readouterr().err
     generated = [body for body in served.asked if body["kv_transfer_params"]["include_output_tokens"]]
@@ -151,8 +150,8 @@ def test_the_cache_has_the_backbones_own_features(served: StatesServer, tmp_path
 
 def test_tokens_that_are_no_samples_end_it(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
     served.choose = lambda log_probs: int(log_probs.argmin())
-    assert main(["regenerate", *command(served, tmp_path, "regenerate.max_new_tokens=16")]) == 2
-    assert "so improbable as samples are once in 1,000: it samples wrongly while it extracts" in capsys.readouterr().err
+    error = error_of(capsys, "regenerate", *command(served, tmp_path, "regenerate.max_new_tokens=16"))
+    assert "so improbable as samples are once in 1,000: it samples wrongly while it extracts" in error
 
 
 def test_wrong_states_end_it_and_it_goes_on(served: StatesServer, tmp_path: Path, capsys: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from errors import refusal
+from errors import refusal, report_of
 from jsonschema import Draft202012Validator
 from small_run import make_recipe
 from tables import with_tables
@@ -50,16 +50,13 @@ def test_every_shipped_recipe_names_the_schema_and_fits_it(path: Path) -> None:
     assert faults(read_yaml(path)) == []
 
 
-@pytest.mark.parametrize(
-    ("section", "value"),
-    [
-        ("train", {"lrr": 1}), ("train", {"lr": "fast"}), ("train", {"precision": "fp8"}),
-        ("drafter", {"kind": "medusa", "taps": [1]}),
-        ("drafter", {"kind": "medusaa"}), ("drafter", {"kind": "medusa", "depth": 0}),
-        ("heads", [{"kind": "medusa", "train": {"steps": 3}}]),
-        ("objective", {"terms": {"kl": -1}}), ("sed", 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("section", "value"), [
+    ("train", {"lrr": 1}), ("train", {"lr": "fast"}), ("train", {"precision": "fp8"}),
+    ("drafter", {"kind": "medusa", "taps": [1]}),
+    ("drafter", {"kind": "medusaa"}), ("drafter", {"kind": "medusa", "depth": 0}),
+    ("heads", [{"kind": "medusa", "train": {"steps": 3}}]),
+    ("objective", {"terms": {"kl": -1}}), ("sed", 1),
+])  # fmt: skip
 def test_the_schema_finds_mistakes(section: str, value: Any) -> None:
     assert faults({**read_yaml(SHIPPED[0]), section: value}) != []
 
@@ -113,21 +110,18 @@ def test_several_drafters_are_extended_by_name(tmp_path: Path) -> None:
     assert {name: head["depth"] for name, head in recipe.heads.items()} == {"medusa": 4, "deep": 7}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("extends: nowhere.yaml\n", "recipe.yaml: extends: no file 'nowhere.yaml'; its path is relative to"),
-        ("extends: recipe.yaml\n", "extends: 'recipe.yaml' leads back to a file that extends it"),
-        ("extends: other.yaml\n", "extends: 'recipe.yaml' leads back to a file that extends it"),
-        ("extends: 3\n", "extends is the path of a recipe, or a list of paths; got 3"),
-        ("extends: [a.yaml, 3]\n", "extends is the path of a recipe, or a list of paths; got ['a.yaml', 3]"),
-        ("extends: ''\n", "extends is the path of a recipe, or a list of paths; got ''"),
-        ("extends: list.yaml\n", "list.yaml: a recipe is a mapping of keys to values; got [1]"),
-        ("extends: broken.yaml\n", "broken.yaml, line 1: not valid YAML"),
-        ("extends: unknown.yaml\n", "unknown key train.lrr; did you mean train.lr?"),
-        ("extends: sub\n", "extends: no file 'sub'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("extends: nowhere.yaml\n", "recipe.yaml: extends: no file 'nowhere.yaml'; its path is relative to"),
+    ("extends: recipe.yaml\n", "extends: 'recipe.yaml' leads back to a file that extends it"),
+    ("extends: other.yaml\n", "extends: 'recipe.yaml' leads back to a file that extends it"),
+    ("extends: 3\n", "extends is the path of a recipe, or a list of paths; got 3"),
+    ("extends: [a.yaml, 3]\n", "extends is the path of a recipe, or a list of paths; got ['a.yaml', 3]"),
+    ("extends: ''\n", "extends is the path of a recipe, or a list of paths; got ''"),
+    ("extends: list.yaml\n", "list.yaml: a recipe is a mapping of keys to values; got [1]"),
+    ("extends: broken.yaml\n", "broken.yaml, line 1: not valid YAML"),
+    ("extends: unknown.yaml\n", "unknown key train.lrr; did you mean train.lr?"),
+    ("extends: sub\n", "extends: no file 'sub'"),
+])  # fmt: skip
 def test_what_cannot_be_extended_is_named(tmp_path: Path, text: str, message: str) -> None:
     for name, content in {
         "other.yaml": "extends: recipe.yaml\n", "list.yaml": "[1]", "broken.yaml": "train: {lr: 1", "unknown.yaml": "train: {lrr: 1}",
@@ -140,9 +134,8 @@ def test_what_cannot_be_extended_is_named(tmp_path: Path, text: str, message: st
 def test_the_whole_recipe_is_saved_and_the_extended_files_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = make_recipe(tmp_path)
     part = write(tmp_path / "part.yaml", "extends: recipe.yaml\ntrain: {steps: 2}\n")
-    assert main(["inspect", str(part), "--json", str(tmp_path / "inspect.json")]) == 0
+    assert report_of(tmp_path, "inspect", part)["extends"] == [str(whole)]
     assert "recipe.yaml" in capsys.readouterr().out
-    assert json.loads((tmp_path / "inspect.json").read_text())["extends"] == [str(whole)]
     assert main(["train", str(part)]) == 0
     saved = json.loads((tmp_path / "out" / "headstart.json").read_text())["provenance"]["recipe"]
     assert saved["train"]["steps"] == 2 and saved["backbone"]["path"] == str(tmp_path / "backbone") and "extends" not in saved

@@ -24,21 +24,11 @@ def conversation(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "written"),
-    [
-        (ROME, json.dumps(ROME)),
-        (json.dumps(ROME), json.dumps(ROME)),
-        (json.dumps(ROME, separators=(",", ":")), json.dumps(ROME)),
-        ('  {"city": "Röme"}\n', '{"city": "Röme"}'),
-        ("{}", "{}"),
-        ("", "{}"),
-        ("[1, 2]", '"[1, 2]"'),
-        ('"Rome"', '"\\"Rome\\""'),
-        ('{"city": "Ro', '"{\\"city\\": \\"Ro"'),
-    ],
-    ids=["mapping", "text", "compact", "blanks", "empty mapping", "nothing", "array", "string", "broken"],
-)
+@pytest.mark.parametrize(("arguments", "written"), [
+    (ROME, json.dumps(ROME)), (json.dumps(ROME), json.dumps(ROME)), (json.dumps(ROME, separators=(",", ":")), json.dumps(ROME)),
+    ('  {"city": "Röme"}\n', '{"city": "Röme"}'), ("{}", "{}"), ("", "{}"), ("[1, 2]", '"[1, 2]"'), ('"Rome"', '"\\"Rome\\""'),
+    ('{"city": "Ro', '"{\\"city\\": \\"Ro"'),
+], ids=["mapping", "text", "compact", "blanks", "empty mapping", "nothing", "array", "string", "broken"])  # fmt: skip
 def test_arguments_that_are_json_text_of_a_mapping_are_the_mapping(arguments: Any, written: str) -> None:
     chat, messages = maker(TOOLS, ROLES, "<|end|>"), conversation(arguments)
     turns = chat.turns(messages)
@@ -102,17 +92,13 @@ def block(inside: str, before: str = "", after: str = "") -> str:
 HEADER, BODY, END = "{{ '<|assistant|>\n' }}", "{{ m.content }}", "{{ '<|end|>' }}"
 
 
-@pytest.mark.parametrize(
-    ("template", "labels"),
-    [
-        (block(BODY + END, HEADER), ["It is sunny.", "<|end|>"]),
-        (block(HEADER + BODY + END), ["It is sunny.", "<|end|>"]),
-        (block(HEADER + BODY, "", END + "{{ '\n' }}"), ["It is sunny."]),
-        (block("{{ m.content[:5] }}", HEADER, "{{ m.content[5:] }}" + END), ["It is"]),
-        (block(END, HEADER + BODY), ["<|end|>"]),
-    ],
-    ids=["answer and end", "header too", "header and answer", "half of the answer", "end alone"],
-)
+@pytest.mark.parametrize(("template", "labels"), [
+    (block(BODY + END, HEADER), ["It is sunny.", "<|end|>"]),
+    (block(HEADER + BODY + END), ["It is sunny.", "<|end|>"]),
+    (block(HEADER + BODY, "", END + "{{ '\n' }}"), ["It is sunny."]),
+    (block("{{ m.content[:5] }}", HEADER, "{{ m.content[5:] }}" + END), ["It is"]),
+    (block(END, HEADER + BODY), ["<|end|>"]),
+], ids=["answer and end", "header too", "header and answer", "half of the answer", "end alone"])  # fmt: skip
 def test_blocks_that_cover_more_or_less_than_the_answer(template: str, labels: list[str]) -> None:
     """What the model does not write is no label, marked or not; of what it writes, the blocks decide."""
     chat = maker(template, ROLES, "<|end|>")

@@ -95,30 +95,27 @@ SPLITS = """{% for m in messages %}{% if m.role == 'assistant' %}{% set parts = 
 THOUGHT = "It adds.\n</think>\n\nFour."
 
 
-@pytest.mark.parametrize(
-    ("template", "message", "answer"),
-    [
-        (THINKS + OPENS, {"content": THOUGHT}, f"{THOUGHT}<|end|>"),
-        (THINKS + OPENS, {"content": f"<think>\n{THOUGHT}"}, f"{THOUGHT}<|end|>"),
-        (THINKS + OPENS, {"content": f"<think>{THOUGHT}"}, f"{THOUGHT}<|end|>"),
-        (THINKS + OPENS, {"content": "Four.", "reasoning_content": "It adds."}, f"{THOUGHT}<|end|>"),
-        (THINKS + OPENS, {"content": "Four.", "reasoning": "It adds."}, f"{THOUGHT}<|end|>"),
-        (THINKS + OPENS, {"content": "Four."}, "Four.<|end|>"),
-        (THINKS + OPENS, {"content": ""}, "<|end|>"),
-        (THINKS + ASK, {"content": f"<think>\n{THOUGHT}"}, f"<think>\n{THOUGHT}<|end|>"),
-        (THINKS + ASK, {"content": "Four.", "reasoning_content": "It adds."}, f"<think>\n{THOUGHT}<|end|>"),
-        (BY_ROLE + EMPTY, {"content": "Four."}, "Four.<|end|>"),
-        (BY_ROLE + ASK, {"content": "Four.", "reasoning_content": "unknown to the template"}, "Four.<|end|>"),
-        (SPLITS + OPENS, {"content": f"<think>\n{THOUGHT}"}, f"{THOUGHT}<|end|>"),
-        (SPLITS + OPENS, {"content": THOUGHT}, f"{THOUGHT}<|end|>"),
-        (SPLITS + OPENS, {"content": "Four.", "reasoning_content": "It adds."}, f"{THOUGHT}<|end|>"),
-        (SPLITS + OPENS, {"content": "Four."}, "\n</think>\n\nFour.<|end|>"),
-        (SPLITS + ASK, {"content": f"<think>\n{THOUGHT}"}, f"<think>\n{THOUGHT}<|end|>"),
-        (SPLITS + EMPTY, {"content": "Four."}, "Four.<|end|>"),
-        (SPLITS + EMPTY, {"content": "Four.", "reasoning_content": "It adds."}, "Four.<|end|>"),
-        (BY_ROLE + EMPTY, {"content": "Four.", "reasoning_content": "It adds."}, "Four.<|end|>"),
-    ],
-)
+@pytest.mark.parametrize(("template", "message", "answer"), [
+    (THINKS + OPENS, {"content": THOUGHT}, f"{THOUGHT}<|end|>"),
+    (THINKS + OPENS, {"content": f"<think>\n{THOUGHT}"}, f"{THOUGHT}<|end|>"),
+    (THINKS + OPENS, {"content": f"<think>{THOUGHT}"}, f"{THOUGHT}<|end|>"),
+    (THINKS + OPENS, {"content": "Four.", "reasoning_content": "It adds."}, f"{THOUGHT}<|end|>"),
+    (THINKS + OPENS, {"content": "Four.", "reasoning": "It adds."}, f"{THOUGHT}<|end|>"),
+    (THINKS + OPENS, {"content": "Four."}, "Four.<|end|>"),
+    (THINKS + OPENS, {"content": ""}, "<|end|>"),
+    (THINKS + ASK, {"content": f"<think>\n{THOUGHT}"}, f"<think>\n{THOUGHT}<|end|>"),
+    (THINKS + ASK, {"content": "Four.", "reasoning_content": "It adds."}, f"<think>\n{THOUGHT}<|end|>"),
+    (BY_ROLE + EMPTY, {"content": "Four."}, "Four.<|end|>"),
+    (BY_ROLE + ASK, {"content": "Four.", "reasoning_content": "unknown to the template"}, "Four.<|end|>"),
+    (SPLITS + OPENS, {"content": f"<think>\n{THOUGHT}"}, f"{THOUGHT}<|end|>"),
+    (SPLITS + OPENS, {"content": THOUGHT}, f"{THOUGHT}<|end|>"),
+    (SPLITS + OPENS, {"content": "Four.", "reasoning_content": "It adds."}, f"{THOUGHT}<|end|>"),
+    (SPLITS + OPENS, {"content": "Four."}, "\n</think>\n\nFour.<|end|>"),
+    (SPLITS + ASK, {"content": f"<think>\n{THOUGHT}"}, f"<think>\n{THOUGHT}<|end|>"),
+    (SPLITS + EMPTY, {"content": "Four."}, "Four.<|end|>"),
+    (SPLITS + EMPTY, {"content": "Four.", "reasoning_content": "It adds."}, "Four.<|end|>"),
+    (BY_ROLE + EMPTY, {"content": "Four.", "reasoning_content": "It adds."}, "Four.<|end|>"),
+])  # fmt: skip
 def test_thoughts_follow_what_the_generation_prompt_opens(template: str, message: dict[str, str], answer: str) -> None:
     expect(maker(template, ROLES, "<|end|>"), [*ASKED, {"role": "assistant", **message}], answer)
 
