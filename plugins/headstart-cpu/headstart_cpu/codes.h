@@ -299,7 +299,29 @@ inline bool multiples(const float* v, int64_t count, int64_t most, Range scales,
     return false;
 }
 
-// The same with any scale; `most`: the code of the largest number, as far as is known.
+constexpr auto INVERSES = [] {
+    std::array<double, 129> of{};
+    for (int64_t i = 1; i < 129; ++i) of[i] = 1.0 / double(i);
+    return of;
+}();
+
+// The same, much sooner, where every code is that of the multiple next to its number with the scale in the middle.
+template <bool ROUND>
+inline bool nearest_multiples(const float* v, int64_t count, Range scales, uint8_t* codes, float& scale)
+{
+    const double per_unit = 2 / (scales.low + scales.high);
+    for (int64_t i = 0; i < count; ++i) {
+        const Range one = rounded_to<ROUND>(std::abs(v[i]));
+        const auto code = int64_t(std::abs(v[i]) * per_unit + 0.5);
+        if (code) scales = {std::max(scales.low, one.low * INVERSES[code]), std::min(scales.high, one.high * INVERSES[code])};
+        if (scales.low > scales.high || (!code && v[i] != 0)) return false;
+        codes[i] = uint8_t(128 + (v[i] < 0 ? -code : code));
+    }
+    scale = float(simplest(scales));
+    return std::equal(v, v + count, codes, [&](float number, uint8_t code) { return made<ROUND>(scale, -128 * scale, code, number); });
+}
+
+// The same with any scale; `most`: the code of the largest number, as far as is known. Codes close to it are tried first.
 template <bool ROUND>
 inline bool scaled(const float* v, int64_t count, float& scale, uint8_t* codes, int64_t& most)
 {
@@ -308,9 +330,11 @@ inline bool scaled(const float* v, int64_t count, float& scale, uint8_t* codes, 
     scale = 0;
     std::fill(codes, codes + count, 128);
     if (largest.high == 0) return true;
-    for (int64_t i = 0; i <= 127; ++i) {
-        const int64_t of = i ? i : most;
-        if (!multiples<ROUND>(v, count, of, {largest.low / double(of), largest.high / double(of)}, codes, scale)) continue;
+    for (int64_t step = 0; step < 254; ++step) {
+        const int64_t of = step % 2 ? most + (step + 1) / 2 : most - step / 2;
+        if (of < 1 || of > 127) continue;
+        const Range scales{largest.low / double(of), largest.high / double(of)};
+        if (!nearest_multiples<ROUND>(v, count, scales, codes, scale) && !multiples<ROUND>(v, count, of, scales, codes, scale)) continue;
         most = of;
         return true;
     }
