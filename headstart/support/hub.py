@@ -58,15 +58,13 @@ def find_folder(path: str | Path, what: str, files: Sequence[str] | None = None,
             return Path(snapshot_download(str(path), revision=revision, allow_patterns=None if files is None else list(files)))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         away = cut_off(str(path)) or f"not on the hub ({cause(error, 200)})"
-        raise UserError(f"no {what} at {str(path)!r}: no such folder, and {away}; give a folder or a hub id") from None
+        found = "that is a file" if folder.is_file() else f"no such folder, and {away}"
+        raise UserError(f"no {what} at {str(path)!r}: {found}; give a folder or a hub id") from None
 
 
 @contextmanager
 def reaching(name: str) -> Iterator[None]:
-    """Within this context the hub's libraries look up ``name`` in their cache alone if the hub cannot be reached.
-
-    Otherwise they would try again for half a minute, for every file.
-    """
+    """Within this context the hub's libraries look up ``name`` in their cache alone, and try none for long, if it is out of reach."""
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or cut_off(name) is not None
     try:

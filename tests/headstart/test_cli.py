@@ -192,6 +192,7 @@ MISTAKES = {
     "half a token": (["generate", "--max-new-tokens", "0.5", "hi"], "a whole number of at least 1"),
     "no model": (["generate", "hi"], "give --heads DIR, or --backbone"),
     "no such heads": (["generate", "--heads", "./gone", "hi"], "no heads at './gone'"),
+    "a model for heads": (["generate", "--heads", "backbone/config.json", "hi"], "that is a file; give a folder or a hub id"),
     "heads that are none": (["generate", "--heads", "backbone", "hi"], "has no headstart.json"),
     "no such backbone": (["generate", "--backbone", "./gone", "hi"], "no tokenizer at './gone'"),
     "truncated heads": ([*BENCH, "--heads", "BROKEN"], "truncated"),

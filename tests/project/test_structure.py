@@ -10,15 +10,15 @@ import pytest
 from matrix import mark_slow_cells
 from structure import PLUGIN, ROOT, counts, depths, generate, lines_of_code, size_of_tests
 
-LIMITS = {"files": 210, "lines": 37_468, "lines of code": 26_612}
+LIMITS = {"files": 210, "lines": 37_468, "lines of code": 26_615}
 PLUGIN_LIMITS = {"files": 16, "lines": 2_877, "lines of code": 2_157}
-TEST_LIMITS = {"lines": 34_414, "setattr": 57, "setattr of a private name": 0}
+TEST_LIMITS = {"lines": 34_417, "setattr": 57, "setattr of a private name": 0}
 """Before: 42,976 lines in 307 files, 38,377 of tests; 44,176 in 313 with what the first hour and silent differences took; 37,903 in 262
 before small files were joined to the stories that used them; a plugin of 2,660.
 Taken of 1,500 for every model: chains 258, codes of all types of GGUF file 348 of the plugin, the sweep 17; of 300 for heads that pay: what
 `plan` says of them 108, kernels for AVX2 32, faster attention 43; of 2,000 for engines: llama.cpp 386, asking it by `verify`, DFlash2 322,
 P-EAGLE 226, shortlists 165, EAGLE-4 94, confidence heads 63, OpenVINO 52; of 700 for images: decoding 350, training 261, rows of bench 22.
-Beside them: heads of 4 bits 163, silent differences in calls, files and rows 251, faults of commands and rarer calls 95."""
+Beside them: heads of 4 bits 163, silent differences in calls, files and rows 251, faults of commands and rarer calls 98."""
 IMPORTED = 76
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 DEFAULT = {"frames": 10, "folders": 10}

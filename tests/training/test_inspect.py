@@ -132,11 +132,13 @@ def test_a_mistake_is_one_line(recipe: Path, trained: Path, tmp_path: Path, caps
     weights.write_bytes(weights.read_bytes()[:20])
     next((tmp_path / "lacking").glob("*.safetensors")).unlink()
     (tmp_path / "folder").mkdir()
-    file = tmp_path / "made" / "found.json"
+    file, model = tmp_path / "made" / "found.json", tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
     for arguments, message in (
         ([str(recipe), "--row", "8"], "--row 8: there are samples 0 to 7"),
         ([str(recipe), "--row", "-1"], "--row -1: there are samples 0 to 7"),
         (["./gone"], "no heads at './gone'"),
+        ([str(model)], f"{model} is a model and not a recipe; headstart new-recipe {model} writes one for it"),
         ([str(tmp_path / "folder")], "neither a recipe nor trained heads"),
         ([str(trained), "train.lr=1"], "taken for trained heads, which take no overrides (train.lr=1)"),
         ([str(tmp_path / "broken")], "is damaged"),

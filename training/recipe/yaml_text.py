@@ -107,6 +107,8 @@ def _plain(value: Any) -> Any:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file holds an empty one."""
+    if path.suffix in (".gguf", ".safetensors"):
+        raise UserError(f"{path} is a model and not a recipe; headstart new-recipe {path} writes one for it")
     tree = parse_yaml(read_text("recipe", path, MAX_BYTES), str(path))
     if tree is not None and not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping of keys to values; got {tree!r}")
